@@ -69,15 +69,24 @@ class ArraySpec:
         """The spec of an array within the memory that starts at its first element.
 
         Raises:
-            ValueError: A stride is negative or no multiple of the item size.
+            ValueError: A stride is negative or no multiple of the item size. Axes of one element, whose
+                stride moves nothing, take the tight stride instead.
         """
         itemsize = array.dtype.itemsize
-        if any(step % itemsize for step in array.strides):
-            raise ValueError(
-                f"strides {array.strides} bytes are no multiples of the item size {itemsize} of {array.dtype}; "
-                f"copy the array first"
+        shape = array.shape
+        strides = array.strides
+        if any(step % itemsize or step < 0 for step in strides):
+            tight = dense_strides(shape)
+            moved = 0 not in shape  # without elements no stride moves anything
+            strides = tuple(
+                step if moved and n > 1 else one * itemsize for n, step, one in zip(shape, strides, tight, strict=True)
             )
-        return cls(array.shape, tuple(step // itemsize for step in array.strides), 0, array.dtype)
+            if any(step % itemsize or step < 0 for step in strides):
+                raise ValueError(
+                    f"strides {array.strides} (bytes) of shape {shape} must be multiples of the item size "
+                    f"{itemsize} of {array.dtype}, and not negative; copy the array first"
+                )
+        return cls(shape, tuple(step // itemsize for step in strides), 0, array.dtype)
 
     @property
     def size(self) -> int:
@@ -119,6 +128,33 @@ class ArraySpec:
             self.dtype,
         )
 
+    def __getitem__(self, index: tuple[int | slice | None, ...]) -> ArraySpec:
+        """Index as NumPy would, with whole-axis slices, integers and ``None`` (a new axis of size 1).
+
+        >>> ArraySpec.dense((2, 3, 4), np.dtype("uint8"))[1, :, None, :]
+        ArraySpec(shape=(3, 1, 4), stride=(4, 4, 1), storage_offset=12, dtype=dtype('uint8'))
+        """
+        shape: list[int] = []
+        stride: list[int] = []
+        offset = self.storage_offset
+        axis = 0
+        for item in index:
+            if item is None:
+                shape.append(1)
+                stride.append(self.shape[axis] * self.stride[axis] if axis < len(self.shape) else 1)
+                continue
+            if isinstance(item, slice):
+                if item != slice(None):
+                    raise IndexError(f"a spec takes whole-axis slices only, not {item}")
+                shape.append(self.shape[axis])
+                stride.append(self.stride[axis])
+            else:
+                if not 0 <= item < self.shape[axis]:
+                    raise IndexError(f"index {item} is outside axis {axis} of shape {self.shape}")
+                offset += item * self.stride[axis]
+            axis += 1
+        return ArraySpec((*shape, *self.shape[axis:]), (*stride, *self.stride[axis:]), offset, self.dtype)
+
     def view(self, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The described array as a view of ``buffer``, a one-dimensional uint8 array.
 
@@ -134,10 +170,11 @@ class ArraySpec:
         start = self.storage_offset * itemsize
         if 0 in self.shape:
             start = min(start, buffer.nbytes)
-        return np.ndarray(
+        array: np.ndarray[Any, Any] = np.ndarray(
             self.shape,
             self.dtype,
             buffer=buffer,
             offset=start,
             strides=tuple(step * itemsize for step in self.stride),
         )
+        return array
