@@ -14,14 +14,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CHUNK_HASH_NBYTES", "Tokens", "chunk_hashes", "token_array"]
+__all__ = ["CHUNK_HASH_NBYTES", "Ints", "chunk_hashes", "int64_array", "token_array"]
 
 CHUNK_HASH_NBYTES = 32
 
-Tokens = Sequence[int] | NDArray[Any]
+Ints = Sequence[int] | NDArray[Any]
 
 
-def token_array(token_ids: Tokens) -> NDArray[np.int64]:
+def int64_array(values: Ints, name: str) -> NDArray[np.int64]:
+    """Integers as a one-dimensional array of little-endian int64; ``name`` is what an error calls them.
+
+    Raises:
+        ValueError: Something in it is no integer of 64 bits; booleans are not integers here.
+    """
+    if isinstance(values, np.ndarray):
+        if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
+            raise ValueError(
+                f"{name} is an array of shape {values.shape} and dtype {values.dtype}; "
+                f"give a one-dimensional array of integers"
+            )
+        if values.dtype == np.uint64 and values.size and int(values.max()) >= 2**63:
+            raise ValueError(f"{name} holds {int(values.max())}, which does not fit in 64 signed bits")
+        return np.ascontiguousarray(values, dtype="<i8")
+    try:
+        # Three times as fast as np.array for a list of Python ints, and it refuses floats and strings.
+        packed = struct.pack(f"<{len(values)}q", *values)
+    except (struct.error, TypeError) as error:
+        raise ValueError(f"{name} must be a sequence of integers of 64 signed bits: {error}") from None
+    array = np.frombuffer(packed, dtype="<i8")
+    # True and False pack as 1 and 0; only those places need a look at the Python type.
+    for index in np.flatnonzero((array | 1) == 1).tolist():
+        if isinstance(values[index], bool | np.bool_):
+            raise ValueError(f"{name}[{index}] is {values[index]}, a boolean, not an integer")
+    return array
+
+
+def token_array(token_ids: Ints) -> NDArray[np.int64]:
     """Token ids as a one-dimensional array of little-endian int64.
 
     >>> token_array([3, 1, 2]).tolist()
@@ -30,26 +58,7 @@ def token_array(token_ids: Tokens) -> NDArray[np.int64]:
     Raises:
         ValueError: Something in it is no integer of 64 bits; booleans are not integers here.
     """
-    if isinstance(token_ids, np.ndarray):
-        if token_ids.ndim != 1 or (token_ids.dtype.kind not in "iu" and token_ids.size):
-            raise ValueError(
-                f"token_ids is an array of shape {token_ids.shape} and dtype {token_ids.dtype}; "
-                f"give a one-dimensional array of integers"
-            )
-        if token_ids.dtype == np.uint64 and token_ids.size and int(token_ids.max()) >= 2**63:
-            raise ValueError(f"token id {int(token_ids.max())} does not fit in 64 signed bits")
-        return np.ascontiguousarray(token_ids, dtype="<i8")
-    try:
-        # Three times as fast as np.array for a list of Python ints, and it refuses floats and strings.
-        packed = struct.pack(f"<{len(token_ids)}q", *token_ids)
-    except (struct.error, TypeError) as error:
-        raise ValueError(f"token_ids must be a sequence of integers of 64 signed bits: {error}") from None
-    array = np.frombuffer(packed, dtype="<i8")
-    # True and False pack as 1 and 0; only those places need a look at the Python type.
-    for index in np.flatnonzero((array | 1) == 1).tolist():
-        if isinstance(token_ids[index], bool | np.bool_):
-            raise ValueError(f"token_ids[{index}] is {token_ids[index]}, a boolean; token ids are integers")
-    return array
+    return int64_array(token_ids, "token_ids")
 
 
 def chunk_hashes(tokens: NDArray[np.int64], chunk_size: int) -> list[bytes]:

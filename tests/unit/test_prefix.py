@@ -61,7 +61,7 @@ def test_known_answer() -> None:
         (np.array([1.0]), "dtype float64"),
         (np.array([[1]]), r"shape \(1, 1\)"),
         (np.array([True]), "dtype bool"),
-        (np.array([2**63], dtype=np.uint64), "does not fit in 64 signed bits"),
+        (np.array([2**63], dtype=np.uint64), "holds 9223372036854775808, which does not fit"),
         (7, "sequence of integers"),
     ],
 )
