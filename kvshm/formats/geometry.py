@@ -43,7 +43,11 @@ class Geometry:
     @property
     def num_blocks(self) -> int:
         """Blocks of the first layer. ValueError where blocks and slots share one axis."""
-        return self._size(0, "NB")
+        return self.num_blocks_of(0)
+
+    def num_blocks_of(self, layer: int) -> int:
+        """Blocks of one layer. ValueError where blocks and slots share one axis."""
+        return self._size(layer, "NB")
 
     @property
     def kv_size(self) -> int:

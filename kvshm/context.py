@@ -1,0 +1,536 @@
+"""CPUCacheContext: a registered cache. Maps its descriptors, applies the layout, and hands out views.
+
+The context owns the mapped arrays, a staging buffer for a few chunks, and a buffer for block ids. It moves no KV
+itself: :mod:`kvshm.transfer` does, between the planes that :meth:`CPUCacheContext.kernel_group_planes` gives and chunk
+objects as this layout lays them out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvshm.contiguity import ArrayTree
+from kvshm.dtypes import DType, dtype_name
+from kvshm.formats.detect import EngineType, LayoutHints, normalize_and_discover_per_layer_formats
+from kvshm.formats.geometry import Geometry
+from kvshm.formats.names import EngineKVFormat
+from kvshm.layout.engine_groups import EngineGroupInfo, engine_group_layer_indices
+from kvshm.layout.groups import KernelGroupInfo, KVLayerGroupsManager, PageBufferShapeDesc
+from kvshm.stream import HostStream
+from kvshm.wrapper import ShmArrayWrapper
+
+__all__ = ["CPUCacheContext", "PagedPlane"]
+
+log = logging.getLogger("kvshm")
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+MAX_BATCH_SIZE = 4  # chunks that the staging buffer holds
+MAX_BLOCK_IDS = 1_000_000
+SHM_PATH = "/dev/shm"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedPlane:
+    """One plane of one layer: where its slots are in the paged cache, and where they go in a chunk object."""
+
+    paged: Array  # view (block, slot, head, element) of the paged cache
+    chunk_offset: int  # bytes from the start of the kernel group's region in a chunk object to slot 0
+    chunk_slot_nbytes: int  # bytes from one slot to the next there: more than the plane's own where planes share a row
+
+
+class CPUCacheContext:
+    """A registered paged KV cache in host memory.
+
+    Args:
+        kv_caches: Descriptors (:class:`kvshm.ShmArrayWrapper`), which are mapped, or arrays; in a list, nested, or one
+            bare, as the format is.
+        lmcache_tokens_per_chunk: Tokens of a chunk.
+        layout_hints: What the engine knows of its layout, see :data:`kvshm.formats.LayoutHints`.
+        engine_group_infos: One per kernel group, for hybrid models.
+        separate_object_groups: One chunk object per sliding window and kind of group; else one for all.
+        full_sw_kv: Keep whole chunks also of groups whose sliding window is below a chunk.
+
+    Raises:
+        ValueError: Nothing registered, a layout that is not known, or groups that do not fit. Mappings made for it
+            are gone again.
+        OSError: A descriptor's segment cannot be mapped.
+    """
+
+    device_type = "cpu"
+
+    def __init__(
+        self,
+        kv_caches: ArrayTree,
+        lmcache_tokens_per_chunk: int = 256,
+        layout_hints: LayoutHints | None = None,
+        engine_group_infos: Sequence[EngineGroupInfo] = (),
+        engine_type: EngineType | str = EngineType.VLLM,
+        separate_object_groups: bool = True,
+        full_sw_kv: bool = False,
+    ) -> None:
+        normalised, formats = normalize_and_discover_per_layer_formats(
+            _mapped(kv_caches), engine_group_layer_indices(engine_group_infos), engine_type, layout_hints
+        )
+        manager = KVLayerGroupsManager(
+            normalised, formats, engine_group_infos, lmcache_tokens_per_chunk, separate_object_groups
+        )
+        if full_sw_kv:
+            manager.enable_full_sw_kv()
+        self._kv_caches: ArrayTree = normalised
+        self._num_layers = len(formats)
+        self._manager = manager
+        self._pointers = _addresses(_leaves(normalised))
+        self._group_pointers = [_group_addresses(normalised, group) for group in manager.kernel_groups]
+        self._planes: dict[int, tuple[PagedPlane, ...]] = {}
+        self._block_ids = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
+        self._stage()
+        self._stream = HostStream()
+        self._high_priority_stream = HostStream(priority=-1)
+        _check_shm_capacity(sum(leaf.nbytes for leaf in _leaves(normalised)))
+
+    def _stage(self) -> None:
+        """Make the staging buffer and all its views.
+
+        Kernel groups lie in it in the order of the object groups, so each object group is one range. Each takes a
+        whole chunk, also where only a window of it is kept.
+        """
+        manager = self._manager
+        tokens = manager.lmcache_tokens_per_chunk
+        order = [index for group in manager.object_groups for index in group.kernel_group_indices]
+        sizes = [group.region_nbytes(group.calculate_slots(tokens)) for group in manager.kernel_groups]
+        starts = dict.fromkeys(order, 0)
+        chunk_nbytes = 0
+        for index in order:
+            starts[index] = chunk_nbytes
+            chunk_nbytes += sizes[index]
+        self._staging = np.empty(chunk_nbytes * MAX_BATCH_SIZE, dtype=np.uint8)
+        chunks = self._staging.reshape(MAX_BATCH_SIZE, chunk_nbytes)
+        self._chunk_views = [chunks[batch] for batch in range(MAX_BATCH_SIZE)]
+        self._kernel_group_views = [
+            [
+                _typed(chunk[starts[index] : starts[index] + sizes[index]], group, group.calculate_slots(tokens))
+                for index, group in enumerate(manager.kernel_groups)
+            ]
+            for chunk in self._chunk_views
+        ]
+        self._object_group_views = [
+            [
+                chunk[
+                    starts[group.kernel_group_indices[0]] : starts[group.kernel_group_indices[-1]]
+                    + sizes[group.kernel_group_indices[-1]]
+                ]
+                for group in manager.object_groups
+            ]
+            for chunk in self._chunk_views
+        ]
+
+    def close(self) -> None:
+        """Let go of the cache and of all buffers; idempotent. Sizes stay readable.
+
+        A mapping goes with the last view of it, also those handed out before.
+        """
+        self._kv_caches = None
+        self._planes = {}
+        self._staging = np.empty(0, dtype=np.uint8)
+        self._block_ids = np.empty(0, dtype=np.int64)
+        self._chunk_views = []
+        self._kernel_group_views = []
+        self._object_group_views = []
+
+    # The registered cache
+
+    @property
+    def device(self) -> str:
+        """Where the cache lives: ``"cpu"``."""
+        return self.device_type
+
+    @property
+    def kv_tensors(self) -> ArrayTree:
+        """The normalised arrays, views of the registered ones: a list, nested lists, or one bare.
+
+        Raises:
+            ValueError: The context is closed.
+        """
+        if self._kv_caches is None:
+            raise ValueError("the cache context is closed; register the cache again")
+        return self._kv_caches
+
+    @property
+    def kv_pointers(self) -> npt.NDArray[np.int64]:
+        """Addresses of all registered arrays, depth first; 0 for one without bytes."""
+        return self._pointers
+
+    @property
+    def num_layers(self) -> int:
+        """Layers registered, those in no group included."""
+        return self._num_layers
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the first kernel group."""
+        return self._manager.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block of the first kernel group."""
+        return self._manager.kernel_groups[0].slots_per_block
+
+    @property
+    def group_slots_per_blocks(self) -> list[int]:
+        """Slots of a block, per kernel group."""
+        return [group.slots_per_block for group in self._manager.kernel_groups]
+
+    @property
+    def hidden_dim_sizes(self) -> list[int]:
+        """Elements of one slot in one plane, per kernel group."""
+        return [group.hidden_dim_size for group in self._manager.kernel_groups]
+
+    @property
+    def kv_layer_groups_manager(self) -> KVLayerGroupsManager:
+        """Kernel groups and object groups."""
+        return self._manager
+
+    @property
+    def lmcache_tokens_per_chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self._manager.lmcache_tokens_per_chunk
+
+    @property
+    def max_batch_size(self) -> int:
+        """Chunks that the staging buffer holds."""
+        return MAX_BATCH_SIZE
+
+    # Streams: work on the host is done when the call returns
+
+    @property
+    def stream(self) -> HostStream:
+        """The stream of transfers."""
+        return self._stream
+
+    @property
+    def cupy_stream(self) -> HostStream:
+        """The same stream; kept for callers that ask for it by this name."""
+        return self._stream
+
+    @property
+    def high_priority_stream(self) -> HostStream:
+        """A second stream, of higher priority in name."""
+        return self._high_priority_stream
+
+    @property
+    def high_priority_cupy_stream(self) -> HostStream:
+        """The same second stream."""
+        return self._high_priority_stream
+
+    # Layout
+
+    def blocks_for_tokens(self, num_logical_tokens: int, group_idx: int) -> int:
+        """Whole blocks of a kernel group in that many tokens. IndexError: no such group."""
+        return self._manager.calculate_num_blocks(group_idx, num_logical_tokens)
+
+    def calculate_num_blocks(self, num_tokens: int, kernel_group_idx: int) -> int:
+        """The same by another name, arguments in the seed's order. IndexError: no such group."""
+        return self._manager.calculate_num_blocks(kernel_group_idx, num_tokens)
+
+    def get_shape_desc(self, group_idx: int) -> PageBufferShapeDesc:
+        """Sizes of a kernel group. IndexError: no such group."""
+        return self._manager.get_shape_desc(group_idx)
+
+    def get_engine_kv_format(self, kernel_group_idx: int) -> EngineKVFormat:
+        """Format of a kernel group. IndexError: no such group."""
+        format = self._manager.kernel_group(kernel_group_idx).format
+        assert format is not None  # only groups parsed from a shape spec have none
+        return format
+
+    def engine_kv_formats(self) -> list[EngineKVFormat]:
+        """Format of each kernel group."""
+        return [self.get_engine_kv_format(index) for index in range(len(self._manager.kernel_groups))]
+
+    def engine_kv_format_per_layer(self) -> list[EngineKVFormat | None]:
+        """Format of each layer; None for a layer in no group."""
+        formats: list[EngineKVFormat | None] = [None] * self._num_layers
+        for group in self._manager.kernel_groups:
+            for layer in group.layer_indices:
+                formats[layer] = group.format
+        return formats
+
+    def get_slots_per_chunk_in_sw(self, kernel_group_idx: int) -> int:
+        """Slots of a chunk that a kernel group keeps. IndexError: no such group."""
+        return self._manager.get_slots_per_chunk_in_sw(kernel_group_idx)
+
+    def get_kernel_group_offset_in_object(self, object_group_idx: int, kernel_group_idx: int) -> int:
+        """Byte offset of a kernel group in a chunk object.
+
+        Raises:
+            IndexError: No such group.
+            ValueError: The kernel group is in another object group.
+        """
+        return self._manager.offset_in_object(object_group_idx, kernel_group_idx)
+
+    def get_kv_buffer_shape(self, logical_num_tokens: int, group_idx: int = 0) -> tuple[int, int, int, int]:
+        """Shape [kv, layer, slot, hidden] of that many tokens of a kernel group.
+
+        Raises:
+            IndexError: No such group.
+            ValueError: Negative, or no whole number of slots of a compressed group.
+        """
+        group = self._manager.kernel_group(group_idx)
+        tokens_per_slot = group.tokens_per_block // group.slots_per_block
+        if logical_num_tokens < 0 or logical_num_tokens % tokens_per_slot:
+            raise ValueError(
+                f"{logical_num_tokens} tokens are no whole number of slots of kernel group {group_idx}, which has "
+                f"{tokens_per_slot} tokens a slot; give a multiple of {tokens_per_slot}"
+            )
+        desc = group.shape_desc
+        return (desc.kv_size, group.num_layers, logical_num_tokens // tokens_per_slot, group.hidden_dim_size)
+
+    def get_kernel_group_shape_dtype(
+        self, num_tokens: int, kernel_group_idx: int
+    ) -> tuple[tuple[int, int, int, int], DType]:
+        """Shape as :meth:`get_kv_buffer_shape`, and the dtype. Raises the same."""
+        shape = self.get_kv_buffer_shape(num_tokens, kernel_group_idx)
+        return shape, self._manager.kernel_group(kernel_group_idx).dtype
+
+    def cache_size_per_token(self) -> int:
+        """Bytes that one token takes in all kernel groups together, per group rounded down where it shares a slot."""
+        return sum(
+            group.region_nbytes(1) // (group.tokens_per_block // group.slots_per_block)
+            for group in self._manager.kernel_groups
+        )
+
+    # Paged memory
+
+    def get_group_kv_pointers(self, group_idx: int) -> npt.NDArray[np.int64]:
+        """Addresses of a kernel group's arrays: per layer its planes; of K and V lists all K first; of a cross-layer
+        array that one. IndexError: no such group."""
+        self._manager.kernel_group(group_idx)
+        return self._group_pointers[group_idx]
+
+    def get_kernel_group_kv_pointers(self, kernel_group_idx: int) -> npt.NDArray[np.int64]:
+        """The same by the seed's other name."""
+        return self.get_group_kv_pointers(kernel_group_idx)
+
+    def kernel_group_planes(self, kernel_group_idx: int) -> tuple[PagedPlane, ...]:
+        """The strided views of a kernel group's layers and planes, in the order of a chunk; made once.
+
+        Raises:
+            IndexError: No such group.
+            ValueError: The context is closed.
+        """
+        planes = self._planes.get(kernel_group_idx)
+        if planes is None:
+            group = self._manager.kernel_group(kernel_group_idx)
+            num_slots = self._manager.get_slots_per_chunk_in_sw(kernel_group_idx)
+            planes = self._planes[kernel_group_idx] = tuple(_planes(self.kv_tensors, group, num_slots))
+        return planes
+
+    def stage_block_ids(self, block_ids_per_group: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
+        """Write block ids into one buffer; a view per group, good until the next call.
+
+        Raises:
+            ValueError: More ids than the buffer holds (1,000,000), or one that is no 64-bit integer.
+        """
+        counts = [len(ids) for ids in block_ids_per_group]
+        total = sum(counts)
+        if total > len(self._block_ids):
+            raise ValueError(
+                f"{total} block ids came, but the staging buffer holds {len(self._block_ids)}; stage fewer chunks"
+            )
+        views = []
+        end = 0
+        for index, (ids, count) in enumerate(zip(block_ids_per_group, counts, strict=True)):
+            view = self._block_ids[end : end + count]
+            if count:
+                given = np.asarray(ids)
+                if given.ndim != 1 or not np.can_cast(given.dtype, np.int64):
+                    raise ValueError(
+                        f"block ids of group {index} are {given.dtype}; give a flat list of 64-bit integers"
+                    )
+                view[...] = given
+            views.append(view)
+            end += count
+        return views
+
+    # Staging buffer
+
+    def get_tmp_gpu_buffer_flat(self, chunk_idx: int) -> npt.NDArray[np.uint8]:
+        """Bytes of one chunk slot. ValueError: no such slot."""
+        if not 0 <= chunk_idx < len(self._chunk_views):
+            raise self._no_chunk_slot("chunk_idx", chunk_idx)
+        return self._chunk_views[chunk_idx]
+
+    def get_temp_kernel_group_buffer(self, batch_idx: int, kernel_group_idx: int) -> Array:
+        """Typed view [kv, layer, slot, hidden] of a kernel group in one chunk slot: a whole chunk of slots.
+
+        Raises:
+            ValueError: No such chunk slot.
+            IndexError: No such kernel group.
+        """
+        views = self._kernel_group_views
+        if not 0 <= batch_idx < len(views):
+            raise self._no_chunk_slot("batch_idx", batch_idx)
+        if not 0 <= kernel_group_idx < len(views[0]):
+            raise IndexError(f"kernel group {kernel_group_idx} is outside [0, {len(views[0])})")
+        return views[batch_idx][kernel_group_idx]
+
+    def get_temp_object_group_buffer(self, batch_idx: int, object_group_idx: int) -> npt.NDArray[np.uint8]:
+        """Bytes of an object group in one chunk slot: a whole chunk of slots.
+
+        Raises:
+            ValueError: No such chunk slot.
+            IndexError: No such object group.
+        """
+        views = self._object_group_views
+        if not 0 <= batch_idx < len(views):
+            raise self._no_chunk_slot("batch_idx", batch_idx)
+        if not 0 <= object_group_idx < len(views[0]):
+            raise IndexError(f"object group {object_group_idx} is outside [0, {len(views[0])})")
+        return views[batch_idx][object_group_idx]
+
+    def get_tmp_chunk_gpu_buffer(self, group_idx: int = 0) -> Array:
+        """Typed view of a kernel group in the first chunk slot. IndexError: no such group."""
+        return self.get_temp_kernel_group_buffer(0, group_idx)
+
+    def get_tmp_chunk_gpu_buffer_batched(self, batch_size: int, group_idx: int = 0) -> list[Array]:
+        """Typed views of a kernel group in the first chunk slots.
+
+        Raises:
+            ValueError: More chunk slots than there are, or a negative number of them.
+            IndexError: No such group.
+        """
+        if not 0 <= batch_size <= len(self._chunk_views):
+            raise self._no_chunk_slot("batch_size", batch_size)
+        self._manager.kernel_group(group_idx)
+        return [views[group_idx] for views in self._kernel_group_views[:batch_size]]
+
+    def _no_chunk_slot(self, name: str, value: int) -> ValueError:
+        if self._kv_caches is None:
+            return ValueError("the cache context is closed; register the cache again")
+        return ValueError(f"{name} is {value}, but the staging buffer has {MAX_BATCH_SIZE} chunk slots")
+
+    # Report
+
+    def report_status(self) -> dict[str, Any]:
+        """What is registered, as plain data."""
+        object_group_of = {
+            kernel_group: index
+            for index, group in enumerate(self._manager.object_groups)
+            for kernel_group in group.kernel_group_indices
+        }
+        return {
+            "num_layers": self.num_layers,
+            "num_blocks": self.num_blocks,
+            "cache_size_per_token": self.cache_size_per_token(),
+            "kernel_groups": [
+                {
+                    "kernel_group_idx": index,
+                    "engine_group_idx": group.engine_group_idx,
+                    "object_group_idx": object_group_of[index],
+                    "num_layers": group.num_layers,
+                    "layer_indices": list(group.layer_indices),
+                    "tokens_per_block": group.tokens_per_block,
+                    "slots_per_block": group.slots_per_block,
+                    "dtype": dtype_name(group.dtype),
+                    **_format_report(self.get_engine_kv_format(index), group.shape_desc),
+                }
+                for index, group in enumerate(self._manager.kernel_groups)
+            ],
+        }
+
+
+def _format_report(format: EngineKVFormat, desc: PageBufferShapeDesc) -> dict[str, Any]:
+    return {
+        "engine_kv_concrete_shape": format.concrete_shape(desc.nl, desc.nb, desc.bs, desc.nh, desc.hs),
+        "is_mla": format.is_mla,
+        "engine_kv_format": format.name,
+        "engine_kv_shape": format.describe(),
+        "attention_backend": format.attention_backend,
+    }
+
+
+def _mapped(kv_caches: ArrayTree) -> ArrayTree:
+    """The same structure with descriptors mapped."""
+    if isinstance(kv_caches, ShmArrayWrapper):
+        return kv_caches.to_array()
+    if isinstance(kv_caches, np.ndarray):
+        return kv_caches
+    if isinstance(kv_caches, Sequence) and not isinstance(kv_caches, (str, bytes)):
+        return [_mapped(item) for item in kv_caches]
+    raise ValueError(
+        f"expected ShmArrayWrappers or arrays in lists, not {type(kv_caches).__name__}; wrap an array with kvshm.wrap"
+    )
+
+
+def _leaves(tree: ArrayTree) -> Iterator[Array]:
+    if isinstance(tree, np.ndarray):
+        yield tree
+    else:
+        for item in tree:
+            yield from _leaves(item)
+
+
+def _addresses(arrays: Iterable[Array]) -> npt.NDArray[np.int64]:
+    return np.array([array.ctypes.data if array.nbytes else 0 for array in arrays], dtype=np.int64)
+
+
+def _group_addresses(normalised: ArrayTree, group: KernelGroupInfo) -> npt.NDArray[np.int64]:
+    assert group.format is not None
+    geometry: Any = Geometry(normalised, group.format)
+    leaves = [geometry.leaves(layer) for layer in group.layer_indices]
+    if group.format.is_cross_layer:
+        return _addresses(leaves[0])
+    if group.format.is_kv_list:
+        return _addresses(array for plane in zip(*leaves, strict=True) for array in plane)
+    return _addresses(array for planes in leaves for array in planes)
+
+
+def _planes(normalised: ArrayTree, group: KernelGroupInfo, num_slots: int) -> Iterator[PagedPlane]:
+    """Planes in chunk order: all layers of K, then of V; planes that share a slot's row side by side within it."""
+    assert group.format is not None
+    geometry: Any = Geometry(normalised, group.format)
+    row_nbytes = group.hidden_dim_size * group.dtype.itemsize
+    layers = [geometry.planes(layer) for layer in group.layer_indices]
+    for kv in range(group.shape_desc.kv_size):
+        for index, planes in enumerate(layers):
+            offset = (kv * group.num_layers + index) * num_slots * row_nbytes
+            for plane in planes[kv : kv + 1] if group.shape_desc.kv_size == 2 else planes:
+                yield PagedPlane(plane, offset, row_nbytes)
+                offset += plane.shape[2] * plane.shape[3] * plane.dtype.itemsize
+
+
+def _typed(region: npt.NDArray[np.uint8], group: KernelGroupInfo, num_slots: int) -> Array:
+    # ndarray(buffer=...), not view(): a group behind one of odd size is not aligned for its dtype.
+    shape = (group.shape_desc.kv_size, group.num_layers, num_slots, group.hidden_dim_size)
+    return np.ndarray(shape, group.dtype, buffer=region)
+
+
+def _check_shm_capacity(kv_nbytes: int) -> None:
+    try:
+        status = os.statvfs(SHM_PATH)
+    except OSError:
+        return  # no such mount, so nothing to be short of
+    if kv_nbytes > status.f_bavail * status.f_frsize:
+        _warn_of_small_shm(kv_nbytes, status.f_blocks * status.f_frsize)
+
+
+@lru_cache(maxsize=256)
+def _warn_of_small_shm(kv_nbytes: int, total_nbytes: int) -> None:
+    """Cached, so that each distinct warning is given once."""
+    log.warning(
+        "a KV cache of %d bytes is registered, and less than that is free in %s (%d bytes in total): an engine that "
+        "restarts before this one ends will not fit. Enlarge it: mount -o remount,size=<N>G %s, docker run "
+        "--shm-size=<N>g, or an emptyDir of medium Memory in Kubernetes",
+        kv_nbytes,
+        SHM_PATH,
+        total_nbytes,
+        SHM_PATH,
+    )
