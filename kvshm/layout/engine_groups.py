@@ -103,7 +103,7 @@ def expand_engine_block_ids(
         IndexError: An engine group has no list.
     """
     per_engine_group: list[list[int]]
-    if engine_side_block_ids and isinstance(engine_side_block_ids[0], Sequence):
+    if len(engine_side_block_ids) and hasattr(engine_side_block_ids[0], "__len__"):
         per_engine_group = [list(ids) for ids in engine_side_block_ids]  # type: ignore[arg-type]
     else:
         per_engine_group = [list(engine_side_block_ids)]  # type: ignore[arg-type]
