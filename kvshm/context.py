@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -88,14 +88,19 @@ class CPUCacheContext:
         self._kv_caches: ArrayTree = normalised
         self._num_layers = len(formats)
         self._manager = manager
-        self._pointers = _addresses(_leaves(normalised))
-        self._group_pointers = [_group_addresses(normalised, group) for group in manager.kernel_groups]
+        leaves = list(_leaves(normalised))
+        addresses = {id(leaf): leaf.__array_interface__["data"][0] if leaf.nbytes else 0 for leaf in leaves}
+        self._pointers = np.array([addresses[id(leaf)] for leaf in leaves], dtype=np.int64)
+        self._group_pointers = [
+            np.array([addresses[id(leaf)] for leaf in _group_leaves(normalised, group)], dtype=np.int64)
+            for group in manager.kernel_groups
+        ]
         self._planes: dict[int, tuple[PagedPlane, ...]] = {}
         self._block_ids = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
         self._stage()
         self._stream = HostStream()
         self._high_priority_stream = HostStream(priority=-1)
-        _check_shm_capacity(sum(leaf.nbytes for leaf in _leaves(normalised)))
+        _check_shm_capacity(sum(leaf.nbytes for leaf in leaves))
 
     def _stage(self) -> None:
         """Make the staging buffer and all its views.
@@ -114,7 +119,7 @@ class CPUCacheContext:
             chunk_nbytes += sizes[index]
         self._staging = np.empty(chunk_nbytes * MAX_BATCH_SIZE, dtype=np.uint8)
         chunks = self._staging.reshape(MAX_BATCH_SIZE, chunk_nbytes)
-        self._chunk_views = [chunks[batch] for batch in range(MAX_BATCH_SIZE)]
+        self._chunk_views: list[npt.NDArray[np.uint8]] = [chunks[batch] for batch in range(MAX_BATCH_SIZE)]
         self._kernel_group_views = [
             [
                 _typed(chunk[starts[index] : starts[index] + sizes[index]], group, group.calculate_slots(tokens))
@@ -122,7 +127,7 @@ class CPUCacheContext:
             ]
             for chunk in self._chunk_views
         ]
-        self._object_group_views = [
+        self._object_group_views: list[list[npt.NDArray[np.uint8]]] = [
             [
                 chunk[
                     starts[group.kernel_group_indices[0]] : starts[group.kernel_group_indices[-1]]
@@ -478,19 +483,16 @@ def _leaves(tree: ArrayTree) -> Iterator[Array]:
             yield from _leaves(item)
 
 
-def _addresses(arrays: Iterable[Array]) -> npt.NDArray[np.int64]:
-    return np.array([array.ctypes.data if array.nbytes else 0 for array in arrays], dtype=np.int64)
-
-
-def _group_addresses(normalised: ArrayTree, group: KernelGroupInfo) -> npt.NDArray[np.int64]:
+def _group_leaves(normalised: ArrayTree, group: KernelGroupInfo) -> Iterator[Array]:
     assert group.format is not None
     geometry: Any = Geometry(normalised, group.format)
-    leaves = [geometry.leaves(layer) for layer in group.layer_indices]
+    layers = [geometry.leaves(layer) for layer in group.layer_indices]
     if group.format.is_cross_layer:
-        return _addresses(leaves[0])
-    if group.format.is_kv_list:
-        return _addresses(array for plane in zip(*leaves, strict=True) for array in plane)
-    return _addresses(array for planes in leaves for array in planes)
+        layers = layers[:1]
+    elif group.format.is_kv_list:
+        layers = list(zip(*layers, strict=True))
+    for leaves in layers:
+        yield from leaves
 
 
 def _planes(normalised: ArrayTree, group: KernelGroupInfo, num_slots: int) -> Iterator[PagedPlane]:
@@ -510,7 +512,8 @@ def _planes(normalised: ArrayTree, group: KernelGroupInfo, num_slots: int) -> It
 def _typed(region: npt.NDArray[np.uint8], group: KernelGroupInfo, num_slots: int) -> Array:
     # ndarray(buffer=...), not view(): a group behind one of odd size is not aligned for its dtype.
     shape = (group.shape_desc.kv_size, group.num_layers, num_slots, group.hidden_dim_size)
-    return np.ndarray(shape, group.dtype, buffer=region)
+    view: Array = np.ndarray(shape, group.dtype, buffer=region)
+    return view
 
 
 def _check_shm_capacity(kv_nbytes: int) -> None:

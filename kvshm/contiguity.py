@@ -8,29 +8,28 @@ are first put back into it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from kvshm.spec import ArraySpec
 
-__all__ = ["ArrayTree", "attempt_permute_to_contiguous_view", "first_axis_padding", "storage_order"]
+__all__ = ["ArrayTree", "attempt_permute_to_contiguous_view", "check_first_axis_padding", "storage_order"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-ArrayLike = TypeVar("ArrayLike", ArraySpec, "np.ndarray[Any, Any]")
 ArrayTree: TypeAlias = Any
 """An array, a spec, or nested lists of them."""
 
 
-def storage_order(spec: ArraySpec) -> tuple[int, ...]:
-    """The axes of ``spec`` from outermost to innermost in memory.
+def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of an array from outermost to innermost in memory.
 
     Axes go by falling stride, those of size 1 inside others of the same stride. An axis of size 1 takes part in
     this only if all of them have the stride that a dense array would give them in that order: with one head, its
     stride alone tells [slot, head] from [head, slot]. Else those strides mean nothing, and the axes of size 1
     keep their places while the others are ordered around them.
     """
-    shape, stride = spec.shape, spec.stride
     axes = range(len(shape))
     order = sorted(axes, key=lambda axis: (-stride[axis], shape[axis] == 1))
     tight = 1
@@ -44,27 +43,15 @@ def storage_order(spec: ArraySpec) -> tuple[int, ...]:
     return tuple(axis if shape[axis] == 1 else next(moving) for axis in axes)
 
 
-def _tight(spec: ArraySpec) -> ArraySpec:
-    """``spec`` with the tight stride on axes of size 1, where the stride moves nothing."""
-    stride = list(spec.stride)
-    tight = 1
-    for axis in reversed(range(len(stride))):
-        if spec.shape[axis] == 1:
-            stride[axis] = tight
-        tight = spec.shape[axis] * stride[axis]
-    return ArraySpec(spec.shape, tuple(stride), spec.storage_offset, spec.dtype)
-
-
-def first_axis_padding(spec: ArraySpec) -> int:
-    """Elements between the end of one item of the first axis and the start of the next; 0 if contiguous.
+def check_first_axis_padding(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Refuse an array that is neither contiguous nor contiguous but for padding between the items of its first axis.
 
     Raises:
-        ValueError: ``spec`` is neither contiguous nor contiguous but for such padding, which needs rank 3 at
-            least; the message says where it is not.
+        ValueError: There are other gaps, or such padding in an array of rank below 3; the message says where.
     """
+    spec = ArraySpec(shape, stride, 0, np.dtype(np.uint8))
     if spec.is_contiguous:
-        return 0
-    shape, stride = spec.shape, spec.stride
+        return
     where = f"array of shape {shape} and stride {stride} (elements)"
     advice = "; copy it to a contiguous array first"
     if len(shape) < 3:
@@ -81,29 +68,43 @@ def first_axis_padding(spec: ArraySpec) -> int:
         block *= shape[axis]
     if stride[0] < block:
         raise ValueError(f"{where}: items of the first axis take {block} elements and overlap{advice}")
-    return stride[0] - block
+
+
+@lru_cache(maxsize=4096)  # the layers of a cache are alike: a stack of them costs one look at its shape
+def _in_storage_order(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Order of the axes, and shape and stride in that order, with the tight stride on axes of size 1."""
+    if not shape:
+        raise ValueError("an array of rank 0 is no paged cache; give at least one axis")
+    order = tuple(range(len(shape))) if 0 in shape else storage_order(shape, stride)
+    shape = tuple(shape[axis] for axis in order)
+    steps = [stride[axis] for axis in order]
+    if 0 not in shape:
+        tight = 1
+        for axis in reversed(range(len(shape))):
+            if shape[axis] == 1:
+                steps[axis] = tight
+            tight = shape[axis] * steps[axis]
+        check_first_axis_padding(shape, tuple(steps))
+    return order, shape, tuple(steps)
 
 
 def _permuted_spec(spec: ArraySpec) -> ArraySpec:
-    if not spec.shape:
-        raise ValueError("an array of rank 0 is no paged cache; give at least one axis")
-    if 0 in spec.shape:
-        return spec
-    permuted = _tight(spec.transpose(storage_order(spec)))
-    first_axis_padding(permuted)
-    return permuted
+    _, shape, stride = _in_storage_order(spec.shape, spec.stride)
+    return ArraySpec(shape, stride, spec.storage_offset, spec.dtype)
 
 
 def _permuted_array(array: Array) -> Array:
-    spec = ArraySpec.of(array)
-    permuted = _permuted_spec(spec)
-    if permuted is spec:
+    if array.flags.c_contiguous and array.size > 1 and 1 not in array.shape:
         return array
-    transposed = array.transpose(storage_order(spec))
-    strides = tuple(step * array.dtype.itemsize for step in permuted.stride)
-    if transposed.strides == strides:
-        return array if transposed.shape == array.shape and array.strides == strides else transposed
-    return np.lib.stride_tricks.as_strided(transposed, permuted.shape, strides)
+    spec = ArraySpec.of(array)
+    order, shape, stride = _in_storage_order(spec.shape, spec.stride)
+    transposed: Array = array.transpose(order)
+    strides = tuple(step * array.dtype.itemsize for step in stride)
+    if transposed.strides == strides or 0 in shape:
+        return transposed
+    return cast(Array, np.lib.stride_tricks.as_strided(transposed, shape, strides))
 
 
 def attempt_permute_to_contiguous_view(x: ArrayTree) -> ArrayTree:

@@ -171,12 +171,17 @@ def _name_whole(kv_caches: ArrayTree, engine: EngineType, hints: LayoutHints) ->
     return name, normalised
 
 
+@lru_cache(maxsize=4096)  # as the layers of a cache are alike
+def _fits(name: Format, shape: tuple[int, ...]) -> bool:
+    sizes = dict(zip(name.axes, shape, strict=False))
+    return len(shape) == len(name.axes) and sizes.get("TWO", 2) == 2 and sizes.get("ONE", 1) == 1
+
+
 def _check_fits(name: Format, entry: Entry) -> None:
     """Every array of an entry has the axes that the name gives it."""
     leaves = entry if isinstance(entry, list) else [entry]
     for leaf in leaves:
-        sizes = dict(zip(name.axes, leaf.shape, strict=False))
-        if len(leaf.shape) != len(name.axes) or sizes.get("TWO", 2) != 2 or sizes.get("ONE", 1) != 1:
+        if not _fits(name, leaf.shape):
             raise ValueError(f"{name.name} is {name.describe()}, which does not fit an array {list(leaf.shape)}")
     first = leaves[0]
     for leaf in leaves[1:]:

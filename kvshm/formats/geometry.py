@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -103,16 +102,6 @@ class Geometry:
     def dtype(self, layer: int) -> DType:
         """dtype of a layer's first array."""
         return cast(DType, self.leaves(layer)[0].dtype)
-
-    def block_stride(self, layer: int) -> int:
-        """Elements from one block to the next in a layer's first array where blocks may lie apart; else 0.
-
-        An axis of one block has the tight stride.
-        """
-        if not self.format.has_block_axis:
-            return 0
-        leaf = _spec(self.leaves(layer)[0])
-        return prod(leaf.shape[1:]) if leaf.shape[0] == 1 else leaf.stride[0]
 
     def concrete_shape(self) -> str:
         """The shape in numbers, layers as the first one.

@@ -120,6 +120,19 @@ class _Identity(NamedTuple):
     format: EngineKVFormat
 
 
+class _LayerLayout(NamedTuple):
+    """What a kernel group needs to know of one layer."""
+
+    kv_size: int
+    num_heads: int
+    head_size: int
+    block_size: int
+    dtype: DType
+    num_blocks: int
+    strides: tuple[int, ...]  # elements from block to block, per array of the layer
+    block_stride: int  # the first of them where blocks may lie apart, else 0
+
+
 class KVLayerGroupsManager:
     """The kernel groups and object groups of a normalised cache.
 
@@ -272,12 +285,21 @@ def _kernel_groups(
         raise ValueError("there are no layers; register at least one")
     engine_groups = get_engine_group_indices(infos, len(formats))
     geometries = {format: Geometry(kv_caches, format) for format in dict.fromkeys(formats)}
+    known: dict[Any, _LayerLayout] = {}  # the layers of a cache are alike: look once at each kind
+    layouts: list[_LayerLayout | None] = [None] * len(formats)
     members: dict[_Identity, list[int]] = {}
     for layer, format in enumerate(formats):
         engine_group = engine_groups[layer] if engine_groups is not None else 0
-        if engine_group != EXCLUDED_ENGINE_GROUP:
-            identity = _identity(geometries[format], layer, engine_group)
-            members.setdefault(identity, []).append(layer)
+        if engine_group == EXCLUDED_ENGINE_GROUP:
+            continue
+        leaves = geometries[format].leaves(layer)
+        kind = (format, *((leaf.shape, _strides(leaf), leaf.dtype) for leaf in leaves))
+        layout = known.get(kind)
+        if layout is None:
+            layout = known[kind] = _layer_layout(geometries[format], layer)
+        layouts[layer] = layout
+        kv_size, nh, hs, bs, dtype = layout[:5]
+        members.setdefault(_Identity(kv_size, nh, hs, bs, engine_group, dtype, format), []).append(layer)
     if not members:
         raise ValueError("no layer is in any engine group; name the layers of at least one")
     if infos and len(infos) != len(members):
@@ -287,39 +309,61 @@ def _kernel_groups(
         )
     told: Sequence[EngineGroupInfo | None] = infos or [None] * len(members)
     return tuple(
-        _kernel_group(index, geometries[identity.format], identity, tuple(layers), info)
+        _kernel_group(index, identity, {layer: layouts[layer] for layer in layers}, info)
         for index, ((identity, layers), info) in enumerate(zip(members.items(), told, strict=True))
     )
 
 
-def _identity(geometry: Geometry, layer: int, engine_group: int) -> _Identity:
-    return _Identity(
-        geometry.kv_size,
-        geometry.num_heads(layer),
-        geometry.head_size(layer),
-        geometry.block_size(layer),
-        engine_group,
-        geometry.dtype(layer),
-        geometry.format,
+def _strides(leaf: Any) -> tuple[int, ...]:
+    """Something that tells layouts apart: elements for a spec, bytes for an array."""
+    strides: tuple[int, ...] = leaf.stride if isinstance(leaf, ArraySpec) else leaf.strides
+    return strides
+
+
+def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
+    """ValueError: bytes lie between the elements where the format does not allow it."""
+    strides = []
+    for leaf in geometry.leaves(layer):
+        spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
+        block = spec[0,] if geometry.format.has_block_axis and spec.shape[0] else spec
+        if not block.is_contiguous:
+            allowed = "inside a block" if geometry.format.has_block_axis else f"in {geometry.format.name}"
+            raise ValueError(
+                f"layer {layer}: array of shape {spec.shape} and stride {spec.stride} (elements) has padding "
+                f"{allowed}, which no transfer can honour; only between blocks may it stand, in formats that begin "
+                f"with NB and have no K/V axis"
+            )
+        strides.append(prod(spec.shape[1:]) if spec.shape[0] <= 1 else spec.stride[0])
+    return _LayerLayout(
+        kv_size=geometry.kv_size,
+        num_heads=geometry.num_heads(layer),
+        head_size=geometry.head_size(layer),
+        block_size=geometry.block_size(layer),
+        dtype=geometry.dtype(layer),
+        num_blocks=geometry.num_blocks_of(layer),
+        strides=tuple(strides),
+        block_stride=strides[0] if geometry.format.has_block_axis else 0,
     )
 
 
 def _kernel_group(
-    index: int, geometry: Geometry, identity: _Identity, layers: tuple[int, ...], info: EngineGroupInfo | None
+    index: int, identity: _Identity, layouts: dict[int, _LayerLayout | None], info: EngineGroupInfo | None
 ) -> KernelGroupInfo:
+    layers = tuple(layouts)
     if info is not None and info.layer_indices != layers:
         raise ValueError(
             f"kernel group {index} has layers {list(layers)}, but its engine group info names "
             f"{list(info.layer_indices)}; infos follow the order of the kernel groups' first layers, layers rise"
         )
-    blocks, strides = _blocks_and_strides(geometry, layers[0])
-    for layer in layers[1:]:
-        others = _blocks_and_strides(geometry, layer)
-        if others != (blocks, strides):
+    first = layouts[layers[0]]
+    assert first is not None
+    for layer, other in layouts.items():
+        assert other is not None
+        if (other.num_blocks, other.strides) != (first.num_blocks, first.strides):
             raise ValueError(
-                f"kernel group {index}: layer {layers[0]} has {blocks} blocks {list(strides)} elements apart, but "
-                f"layer {layer} has {others[0]} blocks {list(others[1])} elements apart; layers of one group share "
-                f"block ids and strides, put layer {layer} into an engine group of its own"
+                f"kernel group {index}: layer {layers[0]} has {first.num_blocks} blocks {list(first.strides)} elements "
+                f"apart, but layer {layer} has {other.num_blocks} blocks {list(other.strides)} elements apart; layers "
+                f"of one group share block ids and strides, put layer {layer} into an engine group of its own"
             )
     slots = identity.block_size
     tokens = info.tokens_per_block if info is not None and info.tokens_per_block > 0 else slots
@@ -333,12 +377,12 @@ def _kernel_group(
         shape_desc=PageBufferShapeDesc(
             kv_size=identity.kv_size,
             nl=len(layers),
-            nb=blocks,
+            nb=first.num_blocks,
             bs=slots,
             nh=identity.num_heads,
             hs=identity.head_size,
             element_size=identity.dtype.itemsize,
-            block_stride_elems=geometry.block_stride(layers[0]),
+            block_stride_elems=first.block_stride,
             dtype=identity.dtype,
         ),
         dtype=identity.dtype,
@@ -349,27 +393,6 @@ def _kernel_group(
         extra_object_group_tag=info.extra_object_group_tag if info else 0,
         recurrent_state=info.recurrent_state if info else False,
     )
-
-
-def _blocks_and_strides(geometry: Geometry, layer: int) -> tuple[int, tuple[int, ...]]:
-    """Number of blocks of a layer, and elements from block to block in each of its arrays.
-
-    Raises:
-        ValueError: Bytes lie between the elements where the format does not allow it.
-    """
-    strides = []
-    for leaf in geometry.leaves(layer):
-        spec: Any = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
-        block = spec[0,] if geometry.format.has_block_axis and spec.shape[0] else spec
-        if not block.is_contiguous:
-            allowed = "inside a block" if geometry.format.has_block_axis else f"in {geometry.format.name}"
-            raise ValueError(
-                f"layer {layer}: array of shape {spec.shape} and stride {spec.stride} (elements) has padding "
-                f"{allowed}, which no transfer can honour; only between blocks may it stand, in formats that begin "
-                f"with NB and have no K/V axis"
-            )
-        strides.append(prod(spec.shape[1:]) if spec.shape[0] <= 1 else spec.stride[0])
-    return geometry.num_blocks_of(layer), tuple(strides)
 
 
 def _check_chunk_size(groups: Sequence[KernelGroupInfo], tokens_per_chunk: int) -> None:
