@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +19,11 @@ import numpy.typing as npt
 from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType, dtype_name
 from kvshm.formats.detect import EngineType, LayoutHints, normalize_and_discover_per_layer_formats
-from kvshm.formats.geometry import Geometry
 from kvshm.formats.names import EngineKVFormat
 from kvshm.layout.engine_groups import EngineGroupInfo, engine_group_layer_indices
-from kvshm.layout.groups import KernelGroupInfo, KVLayerGroupsManager, PageBufferShapeDesc
+from kvshm.layout.groups import KVLayerGroupsManager, PageBufferShapeDesc
+from kvshm.planes import PagedPlane, group_leaves, group_planes
+from kvshm.staging import MAX_BATCH_SIZE, StagingBuffer
 from kvshm.stream import HostStream
 from kvshm.wrapper import ShmArrayWrapper
 
@@ -32,19 +32,10 @@ __all__ = ["CPUCacheContext", "PagedPlane"]
 log = logging.getLogger("kvshm")
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+Owned = TypeVar("Owned")
 
-MAX_BATCH_SIZE = 4  # chunks that the staging buffer holds
 MAX_BLOCK_IDS = 1_000_000
 SHM_PATH = "/dev/shm"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PagedPlane:
-    """One plane of one layer: where its slots are in the paged cache, and where they go in a chunk object."""
-
-    paged: Array  # view (block, slot, head, element) of the paged cache
-    chunk_offset: int  # bytes from the start of the kernel group's region in a chunk object to slot 0
-    chunk_slot_nbytes: int  # bytes from one slot to the next there: more than the plane's own where planes share a row
 
 
 class CPUCacheContext:
@@ -92,51 +83,15 @@ class CPUCacheContext:
         addresses = {id(leaf): leaf.__array_interface__["data"][0] if leaf.nbytes else 0 for leaf in leaves}
         self._pointers = np.array([addresses[id(leaf)] for leaf in leaves], dtype=np.int64)
         self._group_pointers = [
-            np.array([addresses[id(leaf)] for leaf in _group_leaves(normalised, group)], dtype=np.int64)
+            np.array([addresses[id(leaf)] for leaf in group_leaves(normalised, group)], dtype=np.int64)
             for group in manager.kernel_groups
         ]
         self._planes: dict[int, tuple[PagedPlane, ...]] = {}
         self._block_ids = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
-        self._stage()
+        self._staging: StagingBuffer | None = StagingBuffer(manager)
         self._stream = HostStream()
         self._high_priority_stream = HostStream(priority=-1)
         _check_shm_capacity(sum(leaf.nbytes for leaf in leaves))
-
-    def _stage(self) -> None:
-        """Make the staging buffer and all its views.
-
-        Kernel groups lie in it in the order of the object groups, so each object group is one range. Each takes a
-        whole chunk, also where only a window of it is kept.
-        """
-        manager = self._manager
-        tokens = manager.lmcache_tokens_per_chunk
-        order = [index for group in manager.object_groups for index in group.kernel_group_indices]
-        sizes = [group.region_nbytes(group.calculate_slots(tokens)) for group in manager.kernel_groups]
-        starts = dict.fromkeys(order, 0)
-        chunk_nbytes = 0
-        for index in order:
-            starts[index] = chunk_nbytes
-            chunk_nbytes += sizes[index]
-        self._staging = np.empty(chunk_nbytes * MAX_BATCH_SIZE, dtype=np.uint8)
-        chunks = self._staging.reshape(MAX_BATCH_SIZE, chunk_nbytes)
-        self._chunk_views: list[npt.NDArray[np.uint8]] = [chunks[batch] for batch in range(MAX_BATCH_SIZE)]
-        self._kernel_group_views = [
-            [
-                _typed(chunk[starts[index] : starts[index] + sizes[index]], group, group.calculate_slots(tokens))
-                for index, group in enumerate(manager.kernel_groups)
-            ]
-            for chunk in self._chunk_views
-        ]
-        self._object_group_views: list[list[npt.NDArray[np.uint8]]] = [
-            [
-                chunk[
-                    starts[group.kernel_group_indices[0]] : starts[group.kernel_group_indices[-1]]
-                    + sizes[group.kernel_group_indices[-1]]
-                ]
-                for group in manager.object_groups
-            ]
-            for chunk in self._chunk_views
-        ]
 
     def close(self) -> None:
         """Let go of the cache and of all buffers; idempotent. Sizes stay readable.
@@ -144,12 +99,14 @@ class CPUCacheContext:
         A mapping goes with the last view of it, also those handed out before.
         """
         self._kv_caches = None
+        self._staging = None
         self._planes = {}
-        self._staging = np.empty(0, dtype=np.uint8)
         self._block_ids = np.empty(0, dtype=np.int64)
-        self._chunk_views = []
-        self._kernel_group_views = []
-        self._object_group_views = []
+
+    def _open(self, owned: Owned | None) -> Owned:
+        if owned is None:
+            raise ValueError("the cache context is closed; register the cache again")
+        return owned
 
     # The registered cache
 
@@ -165,9 +122,7 @@ class CPUCacheContext:
         Raises:
             ValueError: The context is closed.
         """
-        if self._kv_caches is None:
-            raise ValueError("the cache context is closed; register the cache again")
-        return self._kv_caches
+        return self._open(self._kv_caches)
 
     @property
     def kv_pointers(self) -> npt.NDArray[np.int64]:
@@ -335,7 +290,7 @@ class CPUCacheContext:
         if planes is None:
             group = self._manager.kernel_group(kernel_group_idx)
             num_slots = self._manager.get_slots_per_chunk_in_sw(kernel_group_idx)
-            planes = self._planes[kernel_group_idx] = tuple(_planes(self.kv_tensors, group, num_slots))
+            planes = self._planes[kernel_group_idx] = tuple(group_planes(self.kv_tensors, group, num_slots))
         return planes
 
     def stage_block_ids(self, block_ids_per_group: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
@@ -369,9 +324,7 @@ class CPUCacheContext:
 
     def get_tmp_gpu_buffer_flat(self, chunk_idx: int) -> npt.NDArray[np.uint8]:
         """Bytes of one chunk slot. ValueError: no such slot."""
-        if not 0 <= chunk_idx < len(self._chunk_views):
-            raise self._no_chunk_slot("chunk_idx", chunk_idx)
-        return self._chunk_views[chunk_idx]
+        return self._open(self._staging).chunk(chunk_idx)
 
     def get_temp_kernel_group_buffer(self, batch_idx: int, kernel_group_idx: int) -> Array:
         """Typed view [kv, layer, slot, hidden] of a kernel group in one chunk slot: a whole chunk of slots.
@@ -380,12 +333,7 @@ class CPUCacheContext:
             ValueError: No such chunk slot.
             IndexError: No such kernel group.
         """
-        views = self._kernel_group_views
-        if not 0 <= batch_idx < len(views):
-            raise self._no_chunk_slot("batch_idx", batch_idx)
-        if not 0 <= kernel_group_idx < len(views[0]):
-            raise IndexError(f"kernel group {kernel_group_idx} is outside [0, {len(views[0])})")
-        return views[batch_idx][kernel_group_idx]
+        return self._open(self._staging).kernel_group(batch_idx, kernel_group_idx)
 
     def get_temp_object_group_buffer(self, batch_idx: int, object_group_idx: int) -> npt.NDArray[np.uint8]:
         """Bytes of an object group in one chunk slot: a whole chunk of slots.
@@ -394,12 +342,7 @@ class CPUCacheContext:
             ValueError: No such chunk slot.
             IndexError: No such object group.
         """
-        views = self._object_group_views
-        if not 0 <= batch_idx < len(views):
-            raise self._no_chunk_slot("batch_idx", batch_idx)
-        if not 0 <= object_group_idx < len(views[0]):
-            raise IndexError(f"object group {object_group_idx} is outside [0, {len(views[0])})")
-        return views[batch_idx][object_group_idx]
+        return self._open(self._staging).object_group(batch_idx, object_group_idx)
 
     def get_tmp_chunk_gpu_buffer(self, group_idx: int = 0) -> Array:
         """Typed view of a kernel group in the first chunk slot. IndexError: no such group."""
@@ -412,15 +355,10 @@ class CPUCacheContext:
             ValueError: More chunk slots than there are, or a negative number of them.
             IndexError: No such group.
         """
-        if not 0 <= batch_size <= len(self._chunk_views):
-            raise self._no_chunk_slot("batch_size", batch_size)
+        if not 0 <= batch_size <= MAX_BATCH_SIZE:
+            raise ValueError(f"batch_size is {batch_size}, but the staging buffer has {MAX_BATCH_SIZE} chunk slots")
         self._manager.kernel_group(group_idx)
-        return [views[group_idx] for views in self._kernel_group_views[:batch_size]]
-
-    def _no_chunk_slot(self, name: str, value: int) -> ValueError:
-        if self._kv_caches is None:
-            return ValueError("the cache context is closed; register the cache again")
-        return ValueError(f"{name} is {value}, but the staging buffer has {MAX_BATCH_SIZE} chunk slots")
+        return [self.get_temp_kernel_group_buffer(batch, group_idx) for batch in range(batch_size)]
 
     # Report
 
@@ -481,39 +419,6 @@ def _leaves(tree: ArrayTree) -> Iterator[Array]:
     else:
         for item in tree:
             yield from _leaves(item)
-
-
-def _group_leaves(normalised: ArrayTree, group: KernelGroupInfo) -> Iterator[Array]:
-    assert group.format is not None
-    geometry: Any = Geometry(normalised, group.format)
-    layers = [geometry.leaves(layer) for layer in group.layer_indices]
-    if group.format.is_cross_layer:
-        layers = layers[:1]
-    elif group.format.is_kv_list:
-        layers = list(zip(*layers, strict=True))
-    for leaves in layers:
-        yield from leaves
-
-
-def _planes(normalised: ArrayTree, group: KernelGroupInfo, num_slots: int) -> Iterator[PagedPlane]:
-    """Planes in chunk order: all layers of K, then of V; planes that share a slot's row side by side within it."""
-    assert group.format is not None
-    geometry: Any = Geometry(normalised, group.format)
-    row_nbytes = group.hidden_dim_size * group.dtype.itemsize
-    layers = [geometry.planes(layer) for layer in group.layer_indices]
-    for kv in range(group.shape_desc.kv_size):
-        for index, planes in enumerate(layers):
-            offset = (kv * group.num_layers + index) * num_slots * row_nbytes
-            for plane in planes[kv : kv + 1] if group.shape_desc.kv_size == 2 else planes:
-                yield PagedPlane(plane, offset, row_nbytes)
-                offset += plane.shape[2] * plane.shape[3] * plane.dtype.itemsize
-
-
-def _typed(region: npt.NDArray[np.uint8], group: KernelGroupInfo, num_slots: int) -> Array:
-    # ndarray(buffer=...), not view(): a group behind one of odd size is not aligned for its dtype.
-    shape = (group.shape_desc.kv_size, group.num_layers, num_slots, group.hidden_dim_size)
-    view: Array = np.ndarray(shape, group.dtype, buffer=region)
-    return view
 
 
 def _check_shm_capacity(kv_nbytes: int) -> None:
