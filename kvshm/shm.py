@@ -1,0 +1,395 @@
+"""Segments of shared memory as this process has them: created, attached, mapped.
+
+A mapping lives as long as its arrays: every array made from a segment keeps the process's one :class:`Mapping` of it
+alive through its base chain, and there is no way to close memory under a reader. The process that created a segment
+unlinks its name when its last array or handle goes, and when it exits; a forked child inherits nothing to clean up.
+Knows nothing of what arrays mean.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvshm import pages
+from kvshm.dtypes import DTypeLike, as_dtype
+from kvshm.objects import (
+    SHM_NAME_PREFIX,
+    Key,
+    SegmentInfo,
+    create_object,
+    key_of,
+    list_segments,
+    object_path,
+    open_object,
+    posix_name,
+    sweep,
+    unlink_object,
+)
+from kvshm.spec import ArraySpec, dense_strides
+
+__all__ = [
+    "SHM_NAME_PREFIX",
+    "Mapping",
+    "Segment",
+    "SegmentInfo",
+    "attach_mapping",
+    "create_owned",
+    "end_lending",
+    "lend",
+    "list_segments",
+    "sweep",
+    "table_lock",
+    "unlink_owned",
+]
+
+_READY_TIMEOUT_S = 1.0
+
+_Slot = tuple[Key, bool]  # the segment, and whether it is mapped without the right to write
+
+
+class Mapping:
+    """The pages of one segment in this process. Arrays hold it; nobody closes it.
+
+    NumPy takes ``__array_interface__`` and makes this object the base of the array, so the pages go when the last
+    array and the last handle have gone, and never before.
+    """
+
+    __slots__ = ("__array_interface__", "__weakref__", "address", "key", "name", "nbytes", "owner")
+
+    def __init__(
+        self, name: str, key: Key, *, address: int, nbytes: int, readonly: bool = False, owner: object = None
+    ) -> None:
+        self.name = name
+        self.key = key
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner  # of the memory, where that is not this object: it lives as long as the arrays here
+        self.__array_interface__ = {"data": (address, readonly), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+    def bytes(self) -> np.ndarray[Any, Any]:
+        """All bytes as a one-dimensional uint8 array, the base of every other array."""
+        return np.asarray(self)
+
+
+class _Table:
+    """What this process has mapped and created. There is one, and no other state.
+
+    The lock is held while a segment is looked up and mapped. It is re-entrant because the collector may run any
+    code in between. Mappings that die leave a note in ``buried`` instead of taking it: they may die anywhere.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.process = object()  # stands for this process: a forked child has another
+        self.mappings: dict[_Slot, weakref.ref[Mapping]] = {}
+        self.buried: deque[tuple[_Slot, weakref.ref[Mapping]]] = deque()
+        self.lenders: dict[Key, Callable[[], Mapping | None]] = {}
+        self.owned: dict[Key, str] = {}
+        self.swept = False
+        self.has_finalizer = False
+        self.exiting = False
+
+    def after_fork_in_child(self) -> None:
+        """The child keeps its copies of the mappings but owns no name, and its lock is free."""
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.process = object()
+        self.owned = {}
+        self.swept = False
+        self.has_finalizer = False
+
+    def find(self, key: Key, readonly: bool) -> Mapping | None:
+        """The live mapping of a segment, if there is one. Call with the lock held."""
+        lender = None if readonly else self.lenders.get(key)
+        lent = None if lender is None else lender()
+        if lent is not None:
+            return lent
+        reference = self.mappings.get((key, readonly))
+        return None if reference is None else reference()
+
+    def is_mapped(self, key: Key) -> bool:
+        """Whether something here still looks at the segment."""
+        references = (self.mappings.get((key, readonly)) for readonly in (False, True))
+        return key in self.lenders or any(reference is not None and reference() for reference in references)
+
+    def enter(self, mapping: Mapping, readonly: bool) -> None:
+        """Remember a mapping and unmap it once nothing holds it. Call with the lock held."""
+        while self.buried:
+            slot, dead = self.buried.popleft()
+            if self.mappings.get(slot) is dead:
+                del self.mappings[slot]
+        slot = (mapping.key, readonly)
+        bury = partial(self.bury, slot, mapping.address, mapping.nbytes)
+        self.mappings[slot] = weakref.ref(mapping, bury)
+
+    def bury(self, slot: _Slot, address: int, nbytes: int, reference: weakref.ref[Mapping]) -> None:
+        """Let go of the pages of a mapping that died, in whatever thread."""
+        # A weak reference is dead before its callback runs, so no thread can be given these pages any more. With
+        # __del__ instead, a look-up between the last use and the unmapping would return a mapping about to go.
+        self.buried.append((slot, reference))
+        if self.exiting:
+            return
+        if not self.is_mapped(slot[0]):
+            unlink_owned(slot[0])
+        with contextlib.suppress(OSError):  # the kernel cannot split a mapping any more: the pages stay until exit
+            pages.unmap(address, nbytes)
+
+
+_table = _Table()
+os.register_at_fork(after_in_child=_table.after_fork_in_child)
+
+
+def _unlink_all_owned() -> None:
+    for key in list(_table.owned):
+        unlink_owned(key)
+
+
+@atexit.register
+def _at_exit() -> None:
+    _unlink_all_owned()
+    # From here on the kernel cleans up; modules that finalizers need may be gone.
+    _table.exiting = True
+
+
+def create_owned(
+    nbytes: int, name: str | None = None, mode: int = 0o600, *, reserve: bool = True
+) -> tuple[int, str, Key]:
+    """:func:`kvshm.objects.create_object`, after a sweep if it is this process's first; the name goes at exit."""
+    with _table.lock:
+        is_first, _table.swept = not _table.swept, True
+    if is_first:
+        sweep()
+    fd, full_name, key = create_object(nbytes, name, mode, reserve=reserve)
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if not _table.has_finalizer and multiprocessing is not None and multiprocessing.parent_process() is not None:
+        # Children of multiprocessing leave by os._exit after running these, and skip atexit.
+        from multiprocessing.util import Finalize  # noqa: PLC0415  only such a child needs it, and it has it already
+
+        Finalize(None, _unlink_all_owned, exitpriority=-100)
+        _table.has_finalizer = True
+    _table.owned[key] = full_name
+    return fd, full_name, key
+
+
+def unlink_owned(key: Key) -> None:
+    """Remove the name of a segment that this process created, once; nothing for any other."""
+    name = _table.owned.pop(key, None)
+    if name is not None and os.getpid() == _table.pid:
+        unlink_object(name, key)
+
+
+def table_lock() -> threading.RLock:
+    """The lock that is held while segments are looked up and mapped."""
+    return _table.lock
+
+
+def lend(key: Key, lender: Callable[[], Mapping | None]) -> None:
+    """Let look-ups of this segment ask ``lender`` for a mapping, with the lock held, before they make one."""
+    _table.lenders[key] = lender
+
+
+def end_lending(key: Key) -> None:
+    """End :func:`lend`."""
+    _table.lenders.pop(key, None)
+
+
+def _map(fd: int, name: str, key: Key, nbytes: int, *, readonly: bool = False) -> Mapping:
+    """Map an open object and remember it. Call with the lock held."""
+    address = pages.map_shared(fd, nbytes, readonly=readonly)
+    try:
+        mapping = Mapping(name, key, address=address, nbytes=nbytes, readonly=readonly)
+        _table.enter(mapping, readonly)
+    except BaseException:
+        pages.unmap(address, nbytes)
+        raise
+    return mapping
+
+
+def _check_size(name: str, nbytes: int | None, actual: int) -> None:
+    if nbytes is not None and nbytes > actual:
+        raise ValueError(
+            f"segment {name!r} has {actual} bytes but {nbytes} were to be mapped; the name may be of another segment "
+            f"by now, or the descriptor is wrong"
+        )
+
+
+def attach_mapping(
+    name: str, nbytes: int | None = None, *, readonly: bool = False, timeout_s: float = _READY_TIMEOUT_S
+) -> Mapping:
+    """The mapping of the segment that ``name`` (with its slash) leads to now, made if this process has none.
+
+    Args:
+        nbytes: At least so many bytes must be there.
+        timeout_s: How long to wait for a segment whose creator has not finished it.
+
+    Raises:
+        FileNotFoundError, PermissionError, TimeoutError, OSError, ValueError: As their text says; nothing was
+            mapped and the segment is as it was.
+    """
+    with contextlib.suppress(OSError):
+        # What is mapped already costs one look at the name. An object stays while it is mapped, so its number
+        # cannot be another's.
+        status = os.lstat(object_path(name))
+        with _table.lock:
+            mapping = _table.find(key_of(status), readonly)
+        if mapping is not None and mapping.nbytes >= (nbytes or 0):
+            _check_size(name, nbytes, status.st_size)
+            return mapping
+    deadline = time.monotonic() + timeout_s
+    while True:
+        fd = open_object(name, readonly=readonly)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError(f"{object_path(name)} is no segment of shared memory but another kind of file")
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                status = os.fstat(fd)
+                if status.st_nlink and status.st_size:
+                    _check_size(name, nbytes, status.st_size)
+                    with _table.lock:
+                        mapping = _table.find(key_of(status), readonly)
+                        if mapping is None or mapping.nbytes < (nbytes or 0):
+                            mapping = _map(fd, name, key_of(status), status.st_size, readonly=readonly)
+                        return mapping
+        finally:
+            os.close(fd)
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                errno.ETIMEDOUT,
+                f"segment {name!r} was not finished within {timeout_s} s: its creator is still making it or died "
+                f"while doing so (kvshm.sweep() removes what dead ones left)",
+            )
+        time.sleep(0.002)
+
+
+class Segment:
+    """A handle on one named segment.
+
+    :meth:`create` and :meth:`attach` make it. The pages stay mapped while this handle or any array made from them
+    lives. As a context manager, leaving it unlinks the name; arrays live on.
+    """
+
+    SHM_NAME_PREFIX: ClassVar[str] = SHM_NAME_PREFIX
+    __slots__ = ("_creator", "_mapping", "_nbytes")
+
+    def __init__(self, mapping: Mapping, nbytes: int, creator: object = None) -> None:
+        self._mapping = mapping
+        self._nbytes = nbytes
+        self._creator = creator
+
+    @classmethod
+    def create(cls, nbytes: int, name: str | None = None, mode: int = 0o600, reserve: bool = True) -> Segment:
+        """Create a segment of ``nbytes`` bytes of zeros, all of its pages reserved.
+
+        Args:
+            name: With or without the leading slash; None makes a random one of at most 30 characters. Names that do
+                not begin with ``SHM_NAME_PREFIX`` are not seen by :func:`list_segments` and :func:`sweep`.
+            mode: Permissions, whatever the umask.
+            reserve: False leaves pages to be found when first written, which kills the writer (SIGBUS) if there
+                are none left.
+
+        Raises:
+            FileExistsError: The name is taken.
+            ShmFullError: There is no room for it (an OSError with errno ENOSPC).
+            ValueError, PermissionError, OSError: As their text says. Nothing is left of the attempt.
+        """
+        fd, full_name, key = create_owned(nbytes, name, mode, reserve=reserve)
+        try:
+            with _table.lock:
+                return cls(_map(fd, full_name, key, nbytes), nbytes, _table.process)
+        except BaseException:
+            unlink_owned(key)
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def attach(
+        cls, name: str, nbytes: int | None = None, *, readonly: bool = False, timeout_s: float = _READY_TIMEOUT_S
+    ) -> Segment:
+        """Attach to an existing segment.
+
+        Args:
+            name: With or without the leading slash.
+            nbytes: How many bytes of it are meant (there may be more); None means all.
+            readonly: Map without the right to write; arrays are not writeable.
+            timeout_s: How long to wait for a segment that is still being made.
+
+        Raises:
+            FileNotFoundError: No such segment.
+            PermissionError, TimeoutError, OSError: As their text says.
+            ValueError: It is smaller than ``nbytes``, or the name is none.
+        """
+        if nbytes is not None and nbytes < 1:
+            raise ValueError(f"nbytes must be at least 1 or None, not {nbytes}")
+        mapping = attach_mapping(posix_name(name), nbytes, readonly=readonly, timeout_s=timeout_s)
+        return cls(mapping, mapping.nbytes if nbytes is None else nbytes)
+
+    @property
+    def name(self) -> str:
+        """The name, with its slash."""
+        return self._mapping.name
+
+    @property
+    def nbytes(self) -> int:
+        """The length in bytes."""
+        return self._nbytes
+
+    @property
+    def address(self) -> int:
+        """Where its first byte lies in this process."""
+        return self._mapping.address
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this handle created the segment, in this process: then, and only then, :meth:`unlink` does."""
+        return self._creator is _table.process
+
+    def array(
+        self, shape: tuple[int, ...], dtype: DTypeLike, stride: tuple[int, ...] | None = None, offset: int = 0
+    ) -> np.ndarray[Any, Any]:
+        """An array over these bytes, which keeps them mapped.
+
+        Args:
+            stride: Elements per step along each axis; None means C-contiguous.
+            offset: Elements before index (0, ..., 0).
+
+        Raises:
+            ValueError: It does not fit in the segment.
+        """
+        steps = dense_strides(tuple(shape)) if stride is None else tuple(stride)
+        spec = ArraySpec(tuple(shape), steps, offset, as_dtype(dtype))
+        return spec.view(self._mapping.bytes()[: self._nbytes])
+
+    def unlink(self) -> None:
+        """Remove the name, once. Nothing happens in a process or by a handle that did not create the segment."""
+        if self.is_owner:
+            unlink_owned(self._mapping.key)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.unlink()
+
+    def __repr__(self) -> str:
+        return f"Segment(name={self.name!r}, nbytes={self.nbytes}, is_owner={self.is_owner})"

@@ -1,0 +1,359 @@
+"""One array inside a segment, as a descriptor that other processes can map; and making such arrays.
+
+A :class:`ShmArrayWrapper` is plain data: it names a segment and says where in it an array lies. Its bytes are those of
+a real LMCache, so either side may be one. Reading is strict, since the bytes come from another process: what does not
+fit is a :class:`WireError`, before anything is opened or mapped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgpack
+import numpy as np
+
+from kvshm import shm
+from kvshm.contiguity import attempt_permute_to_contiguous_view
+from kvshm.dtypes import DType, DTypeLike, as_dtype, dtype_name
+from kvshm.migrate import address_of, home_of, move_to_segment
+from kvshm.objects import SHM_NAME_PREFIX, is_posix_name
+from kvshm.pages import round_to_pages
+from kvshm.registry import register_wrapper
+from kvshm.spec import ArraySpec, dense_strides
+
+__all__ = [
+    "ShmArrayWrapper",
+    "WireError",
+    "empty",
+    "empty_many",
+    "is_shared",
+    "migrate_to_shm_and_wrap",
+    "share",
+    "wrap",
+    "zeros",
+]
+
+Array = np.ndarray[Any, Any]
+Shape = int | Sequence[int]
+
+_TYPE = "cpu_shm"
+_VERSION = 1
+_KEYS = frozenset({"type", "shm_name", "nbytes", "version", "metadata"})
+_METADATA_KEYS = frozenset({"dtype", "shape", "stride", "storage_offset", "device_uuid"})
+_MAX_RANK = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
+_MAX_NUMBER = 2**64 - 1
+_MAX_STRIDE_BYTES = 2**62
+
+
+class WireError(ValueError):
+    """Bytes or fields that are no valid descriptor or message. Nothing was opened or mapped for them."""
+
+
+def _number(field: str, value: object) -> int:
+    if type(value) is not int:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise WireError(f"{field} must be an integer, not {value!r}")
+        value = operator.index(value)
+    if not 0 <= value <= _MAX_NUMBER:
+        raise WireError(f"{field} must lie between 0 and 2**64 - 1, not {value}")
+    return value
+
+
+def _numbers(field: str, values: object) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)):
+        raise WireError(f"{field} must be a sequence of integers, not {values!r}")
+    return tuple([_number(field, value) for value in values])
+
+
+@dataclass(frozen=True, slots=True)
+class ShmArrayWrapper:
+    """The descriptor of one array in a segment of shared memory.
+
+    Attributes:
+        shm_name: The segment's name with its slash; "" for an array without bytes.
+        nbytes: Bytes of the segment to map.
+        dtype: A NumPy dtype; built from a wire name too.
+        shape, stride: One number per axis; strides count elements.
+        storage_offset: Elements from the segment's start to index (0, ..., 0).
+
+    Raises:
+        WireError: A field is not what the wire allows, or the array does not fit in ``nbytes``.
+    """
+
+    shm_name: str
+    nbytes: int
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    device_uuid: str = "cpu"
+    handle: None = None
+
+    device_type: ClassVar[str] = "cpu"
+    SHM_NAME_PREFIX: ClassVar[str] = SHM_NAME_PREFIX
+
+    def __post_init__(self) -> None:
+        try:
+            dtype = as_dtype(self.dtype)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        fix = object.__setattr__
+        fix(self, "dtype", dtype)
+        fix(self, "nbytes", _number("nbytes", self.nbytes))
+        fix(self, "shape", _numbers("shape", self.shape))
+        fix(self, "stride", _numbers("stride", self.stride))
+        fix(self, "storage_offset", _number("storage_offset", self.storage_offset))
+        if len(self.shape) != len(self.stride) or len(self.shape) > _MAX_RANK:
+            raise WireError(
+                f"shape {self.shape} and stride {self.stride} must have the same rank, of at most {_MAX_RANK} axes"
+            )
+        if not isinstance(self.device_uuid, str) or self.handle is not None:
+            raise WireError(
+                f"device_uuid must be a string and handle None, not {self.device_uuid!r} and {self.handle!r}"
+            )
+        span = self.spec.byte_span
+        if span > self.nbytes:
+            raise WireError(
+                f"the array's shape {self.shape}, stride {self.stride} and storage_offset {self.storage_offset} "
+                f"({self.dtype}) reach byte {span} but nbytes is {self.nbytes}"
+            )
+        if not isinstance(self.shm_name, str) or not (
+            is_posix_name(self.shm_name) if self.shm_name or self.nbytes else True
+        ):
+            raise WireError(
+                f"shm_name {self.shm_name!r} must be a slash and 1 to 254 bytes without slash or NUL, not '.' or '..'; "
+                f"it may be empty only without bytes (nbytes is {self.nbytes})"
+            )
+
+    @property
+    def spec(self) -> ArraySpec:
+        """Shape, stride, offset and dtype within the segment."""
+        return ArraySpec(self.shape, self.stride, self.storage_offset, self.dtype)
+
+    @classmethod
+    def wrap(cls, array: Array) -> ShmArrayWrapper:
+        """The descriptor of an array; see :func:`kvshm.wrap`."""
+        return wrap(array)
+
+    def to_array(self) -> Array:
+        """The described array, mapped: the same pages, no copy.
+
+        Raises:
+            FileNotFoundError, PermissionError, OSError: The segment cannot be opened; the text says why.
+            ValueError: The segment is smaller than ``nbytes``, or the numbers are beyond what NumPy can hold.
+        """
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        return _mappable(self.spec).view(shm.attach_mapping(self.shm_name, self.nbytes).bytes())
+
+    def to_bytes(self) -> bytes:
+        """The descriptor as MessagePack."""
+        fields = {
+            "type": _TYPE,
+            "shm_name": self.shm_name,
+            "nbytes": self.nbytes,
+            "version": _VERSION,
+            "metadata": {
+                "dtype": dtype_name(self.dtype),
+                "shape": self.shape,
+                "stride": self.stride,
+                "storage_offset": self.storage_offset,
+                "device_uuid": self.device_uuid,
+            },
+        }
+        return bytes(msgpack.packb(fields))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> ShmArrayWrapper:
+        """Read a descriptor. Opens and maps nothing.
+
+        Raises:
+            WireError: The bytes are no descriptor of an array in shared memory.
+        """
+        try:
+            # Without a bound on arrays, a header of five bytes could ask for as much memory as it likes.
+            fields = msgpack.unpackb(data, max_array_len=_MAX_RANK, max_map_len=_MAX_RANK, use_list=False)
+        except Exception as error:
+            raise WireError(f"not one MessagePack value: {error or type(error).__name__}") from error
+        metadata = _fields(fields, _KEYS, "descriptor")["metadata"]
+        _fields(metadata, _METADATA_KEYS, "metadata")
+        if fields["type"] != _TYPE:
+            raise WireError(f"descriptor of type {fields['type']!r}; only {_TYPE!r} can be mapped here")
+        if type(fields["version"]) is not int or fields["version"] != _VERSION:
+            raise WireError(f"descriptor of version {fields['version']!r}; only {_VERSION} is known")
+        if type(metadata["dtype"]) is not str:
+            raise WireError(f"dtype must be a name, not {metadata['dtype']!r}")
+        return cls(fields["shm_name"], fields["nbytes"], **metadata)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By the constructor, which checks, and by the dtype's name.
+        return ShmArrayWrapper, (
+            self.shm_name,
+            self.nbytes,
+            dtype_name(self.dtype),
+            self.shape,
+            self.stride,
+            self.storage_offset,
+            self.device_uuid,
+        )
+
+
+def _fields(value: object, keys: frozenset[str], what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WireError(f"{what} must be a map, not {type(value).__name__}")
+    if value.keys() != keys:
+        missing, unknown = sorted(keys - value.keys()), sorted(map(repr, value.keys() - keys))
+        raise WireError(f"{what} lacks the keys {missing} and has unknown ones {unknown}")
+    return value
+
+
+def _mappable(spec: ArraySpec) -> ArraySpec:
+    """``spec`` without strides that NumPy cannot hold; they are those of axes of size 1, where they move nothing."""
+    if max(spec.stride, default=0) * spec.dtype.itemsize < _MAX_STRIDE_BYTES:
+        return spec
+    tight = dense_strides(spec.shape)
+    stride = tuple(
+        step if size > 1 else dense for size, step, dense in zip(spec.shape, spec.stride, tight, strict=True)
+    )
+    return ArraySpec(spec.shape, stride, spec.storage_offset, spec.dtype)
+
+
+def _describe(array: Array, *, migrate: bool) -> ShmArrayWrapper | None:
+    """The descriptor of an array; None if it lies in no segment and is not to be moved into one."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"expected a NumPy array, not {type(array).__name__}")
+    dtype = as_dtype(array.dtype)
+    spec = ArraySpec.of(array)
+    if 0 in array.shape:
+        # NumPy gives fresh arrays without elements strides of 0; others keep theirs.
+        stride = spec.stride if any(spec.stride) else dense_strides(spec.shape)
+        return ShmArrayWrapper("", 0, dtype, spec.shape, stride, 0)
+    permuted = attempt_permute_to_contiguous_view(spec)
+    home = home_of(array)
+    if home is None:
+        if not migrate:
+            return None
+        home = move_to_segment(attempt_permute_to_contiguous_view(array))
+    offset, rest = divmod(address_of(array) - home.address, dtype.itemsize)
+    if rest or offset < 0:
+        raise ValueError(
+            f"array begins {address_of(array) - home.address} bytes into segment {home.name!r}, no whole number of "
+            f"items of {dtype} ({dtype.itemsize} bytes); copy it with kvshm.share"
+        )
+    return ShmArrayWrapper(home.name, home.nbytes, dtype, permuted.shape, permuted.stride, offset)
+
+
+def wrap(array: Array) -> ShmArrayWrapper:
+    """The descriptor of an array in shared memory, which any process can map.
+
+    The axes come in memory order, contiguous or padded along the first axis alone. An array that is not in shared
+    memory is moved there first, in place, where that can be done (:func:`migrate_to_shm_and_wrap` says when).
+
+    Raises:
+        ValueError: It can be neither described nor moved; the text says why. ``kvshm.share`` copies such arrays.
+        OSError: No room to move it.
+    """
+    wrapper = _describe(array, migrate=True)
+    assert wrapper is not None
+    return wrapper
+
+
+def migrate_to_shm_and_wrap(array: Array) -> ShmArrayWrapper:
+    """Move an array's memory into a segment under the same addresses, and describe it.
+
+    The array, all its views and every raw pointer to it see shared pages afterwards. It must be page-aligned whole
+    pages of ordinary writable memory, contiguous after a permute. Memory of a file is refused, memory that is shared
+    in another way too, and memory of which a part was moved before. Nobody may write to it meanwhile. The pages are
+    private again, and then released, at the first garbage collection after the last user has gone. What is in a
+    segment already, or a view of it, is only described.
+
+    Raises:
+        ValueError: It cannot be moved; the text says why. Nothing has changed.
+        OSError: No room for the segment.
+    """
+    return wrap(array)
+
+
+def is_shared(array: Array) -> bool:
+    """Whether an array lies in a kvshm segment: then other processes can see it, and writing to it."""
+    try:
+        return array.size > 0 and home_of(array) is not None
+    except ValueError:  # some of it does
+        return False
+
+
+def share(array: Array) -> Array:
+    """``array`` itself if it lies in a segment and :func:`wrap` takes it; else a copy that does.
+
+    Raises:
+        ValueError: Its dtype has no name on the wire, or its rank is 0.
+        OSError: No room for the copy.
+    """
+    try:
+        if _describe(array, migrate=False) is not None:
+            return array
+    except ValueError:
+        pass  # NumPy can copy more than a descriptor can say
+    if not array.shape:
+        raise ValueError("an array of rank 0 cannot be shared; give it an axis: array.reshape(1)")
+    copy = empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def _as_shape(shape: Shape) -> tuple[int, ...]:
+    return (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
+
+
+def empty(shape: Shape, dtype: DTypeLike, *, name: str | None = None) -> Array:
+    """A C-contiguous array in a segment of its own, page-aligned and zeroed.
+
+    The segment's name goes when this process drops the last array on it, and when it exits.
+
+    Args:
+        dtype: A NumPy dtype or a wire name such as ``"bfloat16"``.
+        name: The segment's; None makes a random one. Arrays without elements have no segment.
+
+    Raises:
+        FileExistsError: The name is taken.
+        ShmFullError: There is no room (an OSError with errno ENOSPC).
+        ValueError: The shape or dtype cannot be.
+    """
+    return empty_many([shape], [dtype], name=name)[0]
+
+
+def zeros(shape: Shape, dtype: DTypeLike, *, name: str | None = None) -> Array:
+    """Like :func:`empty`, whose fresh pages hold zeros as it is."""
+    return empty(shape, dtype, name=name)
+
+
+def empty_many(shapes: Iterable[Shape], dtypes: DTypeLike, *, name: str | None = None) -> list[Array]:
+    """Arrays in one segment, in order, each at the start of a page: all layers of a cache.
+
+    Args:
+        dtypes: One dtype for all, or one for each shape.
+
+    Raises:
+        FileExistsError, ShmFullError, ValueError: As for :func:`empty`; also if the counts differ.
+    """
+    forms = [_as_shape(shape) for shape in shapes]
+    kinds = [as_dtype(kind) for kind in (dtypes if isinstance(dtypes, (list, tuple)) else [dtypes] * len(forms))]
+    if len(forms) != len(kinds):
+        raise ValueError(f"{len(forms)} shapes but {len(kinds)} dtypes; give one dtype for each, or one for all")
+    starts, end = [], 0
+    for form, kind in zip(forms, kinds, strict=True):
+        starts.append(round_to_pages(end))
+        end = starts[-1] + ArraySpec.dense(form, kind).nbytes
+    segment = shm.Segment.create(end, name) if end else None
+    return [
+        np.empty(form, kind)
+        if segment is None or 0 in form
+        else segment.array(form, kind, offset=start // kind.itemsize)
+        for form, kind, start in zip(forms, kinds, starts, strict=True)
+    ]
+
+
+register_wrapper(ShmArrayWrapper.device_type, ShmArrayWrapper)
