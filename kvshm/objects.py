@@ -13,7 +13,6 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import stat
 from dataclasses import dataclass
 
@@ -49,13 +48,13 @@ Key = tuple[int, int]  # st_dev, st_ino: what an object is known by; a name may 
 
 def is_posix_name(name: str) -> bool:
     """Whether ``name`` is one POSIX component: a slash and 1 to 254 bytes without slash or NUL, not . or .. ."""
-    if name[:1] != "/" or name in ("/.", "/.."):
+    component = name[1:]
+    if name[:1] != "/" or component in (".", "..") or "/" in component or "\0" in component:
         return False
     try:
-        component = name[1:].encode()
+        return 1 <= len(component if component.isascii() else component.encode()) <= 254
     except UnicodeEncodeError:
         return False
-    return 1 <= len(component) <= 254 and b"/" not in component and b"\0" not in component
 
 
 def posix_name(name: str) -> str:
@@ -142,7 +141,7 @@ def create_object(
         raise ValueError(f"a segment needs at least 1 byte, not {nbytes}; arrays without elements need no segment")
     wanted = None if name is None else posix_name(name)
     while True:
-        chosen = wanted or SHM_NAME_PREFIX + secrets.token_hex(_RANDOM_BYTES)
+        chosen = wanted or SHM_NAME_PREFIX + os.urandom(_RANDOM_BYTES).hex()
         try:
             fd = int(posix_ipc.SharedMemory(chosen, posix_ipc.O_CREX, mode=0o600).fd)
         except posix_ipc.ExistentialError:

@@ -230,6 +230,21 @@ def _check_size(name: str, nbytes: int | None, actual: int) -> None:
         )
 
 
+def _find_mapped(name: str, nbytes: int | None, readonly: bool) -> Mapping | None:
+    """What is mapped already, for the price of one look at the name."""
+    try:
+        status = os.lstat(object_path(name))
+    except OSError:
+        return None
+    # An object stays while it is mapped, so its number cannot be another's.
+    with _table.lock:
+        mapping = _table.find(key_of(status), readonly)
+    if mapping is None or mapping.nbytes < (nbytes or 0):
+        return None
+    _check_size(name, nbytes, status.st_size)
+    return mapping
+
+
 def attach_mapping(
     name: str, nbytes: int | None = None, *, readonly: bool = False, timeout_s: float = _READY_TIMEOUT_S
 ) -> Mapping:
@@ -243,15 +258,9 @@ def attach_mapping(
         FileNotFoundError, PermissionError, TimeoutError, OSError, ValueError: As their text says; nothing was
             mapped and the segment is as it was.
     """
-    with contextlib.suppress(OSError):
-        # What is mapped already costs one look at the name. An object stays while it is mapped, so its number
-        # cannot be another's.
-        status = os.lstat(object_path(name))
-        with _table.lock:
-            mapping = _table.find(key_of(status), readonly)
-        if mapping is not None and mapping.nbytes >= (nbytes or 0):
-            _check_size(name, nbytes, status.st_size)
-            return mapping
+    mapping = _find_mapped(name, nbytes, readonly)
+    if mapping is not None:
+        return mapping
     deadline = time.monotonic() + timeout_s
     while True:
         fd = open_object(name, readonly=readonly)

@@ -45,7 +45,8 @@ _KEYS = frozenset({"type", "shm_name", "nbytes", "version", "metadata"})
 _METADATA_KEYS = frozenset({"dtype", "shape", "stride", "storage_offset", "device_uuid"})
 _MAX_RANK = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
 _MAX_NUMBER = 2**64 - 1
-_MAX_STRIDE_BYTES = 2**62
+_INT = {int}
+_CHECKED = ("dtype", "shape", "stride", "storage_offset", "nbytes")
 
 
 class WireError(ValueError):
@@ -63,6 +64,9 @@ def _number(field: str, value: object) -> int:
 
 
 def _numbers(field: str, values: object) -> tuple[int, ...]:
+    # The plain case first: a cache has hundreds of layers.
+    if type(values) is tuple and set(map(type, values)) == _INT and min(values) >= 0 and max(values) <= _MAX_NUMBER:
+        return values
     if not isinstance(values, (tuple, list)):
         raise WireError(f"{field} must be a sequence of integers, not {values!r}")
     return tuple([_number(field, value) for value in values])
@@ -100,33 +104,30 @@ class ShmArrayWrapper:
             dtype = as_dtype(self.dtype)
         except ValueError as error:
             raise WireError(str(error)) from None
-        fix = object.__setattr__
-        fix(self, "dtype", dtype)
-        fix(self, "nbytes", _number("nbytes", self.nbytes))
-        fix(self, "shape", _numbers("shape", self.shape))
-        fix(self, "stride", _numbers("stride", self.stride))
-        fix(self, "storage_offset", _number("storage_offset", self.storage_offset))
-        if len(self.shape) != len(self.stride) or len(self.shape) > _MAX_RANK:
+        shape, stride = _numbers("shape", self.shape), _numbers("stride", self.stride)
+        offset, nbytes = _number("storage_offset", self.storage_offset), _number("nbytes", self.nbytes)
+        if len(shape) != len(stride) or len(shape) > _MAX_RANK:
+            raise WireError(f"shape {shape} and stride {stride} must have the same rank, of at most {_MAX_RANK} axes")
+        # ArraySpec.byte_span, without making a spec for it.
+        reach = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
+        span = 0 if 0 in shape else (offset + reach + 1) * dtype.itemsize
+        if span > nbytes:
             raise WireError(
-                f"shape {self.shape} and stride {self.stride} must have the same rank, of at most {_MAX_RANK} axes"
+                f"shape {shape}, stride {stride} and storage_offset {offset} ({dtype}) need bytes [0, {span}) of the "
+                f"segment but nbytes is {nbytes}"
             )
-        if not isinstance(self.device_uuid, str) or self.handle is not None:
+        name, device_uuid = self.shm_name, self.device_uuid
+        if not isinstance(name, str) or not (is_posix_name(name) or (name == "" and nbytes == 0)):
             raise WireError(
-                f"device_uuid must be a string and handle None, not {self.device_uuid!r} and {self.handle!r}"
+                f"shm_name {name!r} must be a slash and 1 to 254 bytes without slash or NUL, and not '.' or '..'; it "
+                f"may be empty only without bytes (nbytes is {nbytes})"
             )
-        span = self.spec.byte_span
-        if span > self.nbytes:
-            raise WireError(
-                f"the array's shape {self.shape}, stride {self.stride} and storage_offset {self.storage_offset} "
-                f"({self.dtype}) reach byte {span} but nbytes is {self.nbytes}"
-            )
-        if not isinstance(self.shm_name, str) or not (
-            is_posix_name(self.shm_name) if self.shm_name or self.nbytes else True
-        ):
-            raise WireError(
-                f"shm_name {self.shm_name!r} must be a slash and 1 to 254 bytes without slash or NUL, not '.' or '..'; "
-                f"it may be empty only without bytes (nbytes is {self.nbytes})"
-            )
+        if not isinstance(device_uuid, str) or self.handle is not None:
+            raise WireError(f"device_uuid must be a string and handle None, not {device_uuid!r} and {self.handle!r}")
+        given = (self.dtype, self.shape, self.stride, self.storage_offset, self.nbytes)
+        for field, value, before in zip(_CHECKED, (dtype, shape, stride, offset, nbytes), given, strict=True):
+            if value is not before:
+                object.__setattr__(self, field, value)
 
     @property
     def spec(self) -> ArraySpec:
@@ -147,7 +148,20 @@ class ShmArrayWrapper:
         """
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
-        return _mappable(self.spec).view(shm.attach_mapping(self.shm_name, self.nbytes).bytes())
+        segment = shm.attach_mapping(self.shm_name, self.nbytes).bytes()
+        itemsize = self.dtype.itemsize
+        try:
+            # ArraySpec.view, for the many layers of a cache: the bounds were checked when the fields came in.
+            strides = tuple([step * itemsize for step in self.stride])
+            array: Array = np.ndarray(self.shape, self.dtype, segment, self.storage_offset * itemsize, strides)
+        except OverflowError:
+            # A stride that no machine word holds passes the bounds only where it moves nothing.
+            tight = dense_strides(self.shape)
+            steps = [
+                step if size > 1 else dense for size, step, dense in zip(self.shape, self.stride, tight, strict=True)
+            ]
+            return ArraySpec(self.shape, tuple(steps), self.storage_offset, self.dtype).view(segment)
+        return array
 
     def to_bytes(self) -> bytes:
         """The descriptor as MessagePack."""
@@ -208,17 +222,6 @@ def _fields(value: object, keys: frozenset[str], what: str) -> dict[str, Any]:
         missing, unknown = sorted(keys - value.keys()), sorted(map(repr, value.keys() - keys))
         raise WireError(f"{what} lacks the keys {missing} and has unknown ones {unknown}")
     return value
-
-
-def _mappable(spec: ArraySpec) -> ArraySpec:
-    """``spec`` without strides that NumPy cannot hold; they are those of axes of size 1, where they move nothing."""
-    if max(spec.stride, default=0) * spec.dtype.itemsize < _MAX_STRIDE_BYTES:
-        return spec
-    tight = dense_strides(spec.shape)
-    stride = tuple(
-        step if size > 1 else dense for size, step, dense in zip(spec.shape, spec.stride, tight, strict=True)
-    )
-    return ArraySpec(spec.shape, stride, spec.storage_offset, spec.dtype)
 
 
 def _describe(array: Array, *, migrate: bool) -> ShmArrayWrapper | None:
