@@ -60,8 +60,6 @@ __all__ = [
 
 _READY_TIMEOUT_S = 1.0
 
-_Slot = tuple[Key, bool]  # the segment, and whether it is mapped without the right to write
-
 
 class Mapping:
     """The pages of one segment in this process. Arrays hold it; nobody closes it.
@@ -70,7 +68,7 @@ class Mapping:
     array and the last handle have gone, and never before.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "address", "key", "name", "nbytes", "owner")
+    __slots__ = ("__array_interface__", "__weakref__", "address", "key", "name", "nbytes", "owner", "readonly")
 
     def __init__(
         self, name: str, key: Key, *, address: int, nbytes: int, readonly: bool = False, owner: object = None
@@ -79,6 +77,7 @@ class Mapping:
         self.key = key
         self.address = address
         self.nbytes = nbytes
+        self.readonly = readonly
         self.owner = owner  # of the memory, where that is not this object: it lives as long as the arrays here
         self.__array_interface__ = {"data": (address, readonly), "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
@@ -98,8 +97,9 @@ class _Table:
         self.lock = threading.RLock()
         self.pid = os.getpid()
         self.process = object()  # stands for this process: a forked child has another
-        self.mappings: dict[_Slot, weakref.ref[Mapping]] = {}
-        self.buried: deque[tuple[_Slot, weakref.ref[Mapping]]] = deque()
+        # As a rule one for each segment; a read-only one and one of a segment that grew are others.
+        self.mappings: dict[Key, tuple[weakref.ref[Mapping], ...]] = {}
+        self.buried: deque[tuple[Key, weakref.ref[Mapping]]] = deque()
         self.lenders: dict[Key, Callable[[], Mapping | None]] = {}
         self.owned: dict[Key, str] = {}
         self.swept = False
@@ -115,39 +115,43 @@ class _Table:
         self.swept = False
         self.has_finalizer = False
 
-    def find(self, key: Key, readonly: bool) -> Mapping | None:
-        """The live mapping of a segment, if there is one. Call with the lock held."""
+    def find(self, key: Key, nbytes: int, readonly: bool) -> Mapping | None:
+        """A live mapping of so many bytes of a segment, if there is one. Call with the lock held."""
         lender = None if readonly else self.lenders.get(key)
         lent = None if lender is None else lender()
         if lent is not None:
             return lent
-        reference = self.mappings.get((key, readonly))
-        return None if reference is None else reference()
+        for reference in self.mappings.get(key, ()):
+            mapping = reference()
+            if mapping is not None and mapping.readonly == readonly and mapping.nbytes >= nbytes:
+                return mapping
+        return None
 
     def is_mapped(self, key: Key) -> bool:
         """Whether something here still looks at the segment."""
-        references = (self.mappings.get((key, readonly)) for readonly in (False, True))
-        return key in self.lenders or any(reference is not None and reference() for reference in references)
+        return key in self.lenders or any(reference() is not None for reference in self.mappings.get(key, ()))
 
-    def enter(self, mapping: Mapping, readonly: bool) -> None:
+    def enter(self, mapping: Mapping) -> None:
         """Remember a mapping and unmap it once nothing holds it. Call with the lock held."""
         while self.buried:
-            slot, dead = self.buried.popleft()
-            if self.mappings.get(slot) is dead:
-                del self.mappings[slot]
-        slot = (mapping.key, readonly)
-        bury = partial(self.bury, slot, mapping.address, mapping.nbytes)
-        self.mappings[slot] = weakref.ref(mapping, bury)
+            key, dead = self.buried.popleft()
+            rest = tuple(reference for reference in self.mappings.get(key, ()) if reference is not dead)
+            if rest:
+                self.mappings[key] = rest
+            else:
+                self.mappings.pop(key, None)
+        bury = partial(self.bury, mapping.key, mapping.address, mapping.nbytes)
+        self.mappings[mapping.key] = (*self.mappings.get(mapping.key, ()), weakref.ref(mapping, bury))
 
-    def bury(self, slot: _Slot, address: int, nbytes: int, reference: weakref.ref[Mapping]) -> None:
+    def bury(self, key: Key, address: int, nbytes: int, reference: weakref.ref[Mapping]) -> None:
         """Let go of the pages of a mapping that died, in whatever thread."""
         # A weak reference is dead before its callback runs, so no thread can be given these pages any more. With
         # __del__ instead, a look-up between the last use and the unmapping would return a mapping about to go.
-        self.buried.append((slot, reference))
+        self.buried.append((key, reference))
         if self.exiting:
             return
-        if not self.is_mapped(slot[0]):
-            unlink_owned(slot[0])
+        if not self.is_mapped(key):
+            unlink_owned(key)
         with contextlib.suppress(OSError):  # the kernel cannot split a mapping any more: the pages stay until exit
             pages.unmap(address, nbytes)
 
@@ -215,7 +219,7 @@ def _map(fd: int, name: str, key: Key, nbytes: int, *, readonly: bool = False) -
     address = pages.map_shared(fd, nbytes, readonly=readonly)
     try:
         mapping = Mapping(name, key, address=address, nbytes=nbytes, readonly=readonly)
-        _table.enter(mapping, readonly)
+        _table.enter(mapping)
     except BaseException:
         pages.unmap(address, nbytes)
         raise
@@ -238,10 +242,9 @@ def _find_mapped(name: str, nbytes: int | None, readonly: bool) -> Mapping | Non
         return None
     # An object stays while it is mapped, so its number cannot be another's.
     with _table.lock:
-        mapping = _table.find(key_of(status), readonly)
-    if mapping is None or mapping.nbytes < (nbytes or 0):
-        return None
-    _check_size(name, nbytes, status.st_size)
+        mapping = _table.find(key_of(status), nbytes or 0, readonly)
+    if mapping is not None:
+        _check_size(name, nbytes, status.st_size)
     return mapping
 
 
@@ -273,8 +276,8 @@ def attach_mapping(
                 if status.st_nlink and status.st_size:
                     _check_size(name, nbytes, status.st_size)
                     with _table.lock:
-                        mapping = _table.find(key_of(status), readonly)
-                        if mapping is None or mapping.nbytes < (nbytes or 0):
+                        mapping = _table.find(key_of(status), nbytes or 0, readonly)
+                        if mapping is None:
                             mapping = _map(fd, name, key_of(status), status.st_size, readonly=readonly)
                         return mapping
         finally:
@@ -385,6 +388,11 @@ class Segment:
         """
         steps = dense_strides(tuple(shape)) if stride is None else tuple(stride)
         spec = ArraySpec(tuple(shape), steps, offset, as_dtype(dtype))
+        if spec.byte_span > self._nbytes:
+            raise ValueError(
+                f"array of shape {spec.shape} and stride {spec.stride} ({spec.dtype}) needs bytes [0, {spec.byte_span}) "
+                f"but segment {self.name!r} has {self._nbytes}; create it with nbytes >= {spec.byte_span}"
+            )
         return spec.view(self._mapping.bytes()[: self._nbytes])
 
     def unlink(self) -> None:

@@ -1,0 +1,1 @@
+"""Tests of kvshm; helpers that several of them share are in :mod:`tests.support`."""
