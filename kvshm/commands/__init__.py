@@ -1,0 +1,1 @@
+"""Commands of the command line that stand on no subsystem of their own."""
