@@ -1,0 +1,448 @@
+"""Whole caches: every KV format as an engine exposes it, with what kvshm must make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from hypothesis import strategies as st
+
+from kvshm.contiguity import ArrayTree
+from kvshm.dtypes import DType
+from kvshm.formats import EngineKVFormat, EngineType
+from kvshm.spec import ArraySpec
+from kvshm.strategies.arrays import KV_DTYPES, Bytes, buffers, dtypes
+
+__all__ = [
+    "DETECTABLE_FORMATS",
+    "REGISTRABLE_FORMATS",
+    "LayerKind",
+    "PagedCache",
+    "Sizes",
+    "caches_of",
+    "kv_caches",
+    "kv_formats",
+    "layer_kinds",
+    "layout_hints",
+]
+
+F = EngineKVFormat
+Hints: TypeAlias = Mapping[str, Any]
+Axes: TypeAlias = "tuple[tuple[str, ...], ...]"
+Placement = Literal["apart", "padded", "interleaved"]
+PLACEMENTS: tuple[Placement, ...] = ("apart", "padded", "interleaved")
+
+INDEX_PAGE_WIDTH = 132
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """A cache as specs in one buffer of ``nbytes`` bytes. No two of its arrays share a byte."""
+
+    kv_caches: ArrayTree  # as the engine exposes it
+    engine_type: EngineType | None  # None: of a format that no engine exposes any more
+    layout_hints: Hints
+    normalised: ArrayTree  # what kvshm makes of it, up to the strides of axes of size 1
+    formats: tuple[EngineKVFormat | None, ...]  # one per layer; None: a layer that belongs in no engine group
+    nbytes: int
+
+    @property
+    def format(self) -> EngineKVFormat:
+        """The one format of a cache whose layers are alike. ValueError if they are not."""
+        (format,) = {format for format in self.formats if format is not None}
+        return format
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, those in no engine group included."""
+        return len(self.formats)
+
+    def arrays(self, buffer: Bytes) -> ArrayTree:
+        """``kv_caches`` as views of a buffer of ``nbytes`` bytes."""
+        return _views(self.kv_caches, buffer)
+
+    def buffers(self) -> st.SearchStrategy[Bytes]:
+        """Buffers for :meth:`arrays`, of any content."""
+        return buffers(self.nbytes)
+
+
+def _views(tree: ArrayTree, buffer: Bytes) -> ArrayTree:
+    return tree.view(buffer) if isinstance(tree, ArraySpec) else [_views(item, buffer) for item in tree]
+
+
+class Sizes(NamedTuple):
+    """Layers, blocks, slots of a block, heads, elements of a head's row."""
+
+    nl: int
+    nb: int
+    bs: int
+    nh: int
+    hs: int
+
+    def of(self, axis: str) -> int:
+        """Length of an axis by its name in the formats."""
+        if axis in ("TWO", "ONE"):
+            return 2 if axis == "TWO" else 1
+        if axis == "NBBS":
+            return self.nb * self.bs
+        return int(getattr(self, "hs" if axis == "CS" else axis.lower()))
+
+
+class LayerKind(NamedTuple):
+    """Layers that are alike."""
+
+    format: EngineKVFormat
+    sizes: Sizes
+    planes: tuple[tuple[int, DType], ...]  # innermost length and dtype of each array of a layer; of one of K and V
+
+    def leaves(self, may_be_apart: bool) -> list[Leaf]:
+        """The arrays of one layer; the one array of a cross-layer format."""
+        lead = tuple(self.sizes.of(axis) for axis in self.format.axes[:-1])
+        planes = self.planes * (2 if "TWO" in self.format.lists else 1)
+        return [
+            Leaf(ArraySpec.dense((*lead, width), dtype), self, plane, may_be_apart)
+            for plane, (width, dtype) in enumerate(planes)
+        ]
+
+
+class Leaf(NamedTuple):
+    """One array that needs a place."""
+
+    spec: ArraySpec
+    kind: LayerKind | None
+    plane: int
+    may_be_apart: bool  # there may be room between its blocks
+
+
+# How engines expose the formats
+
+
+class Form(NamedTuple):
+    """One way in which an engine exposes a format: the axes of its arrays, and what it tells besides.
+
+    Each axis is written as the named axes that it folds into one, outermost first; ``()`` is an axis of size 1.
+    """
+
+    engine: EngineType
+    hints: Callable[[Sizes], Hints]
+    axes: Axes | None = None  # None: those of the format
+    lists: Literal["flat", "boxed"] | None = None  # flat: K and V layers in one list; boxed: one array in a list
+
+
+def _told(**hints: Any) -> Callable[[Sizes], Hints]:
+    return lambda sizes: hints
+
+
+def _block_size(sizes: Sizes) -> Hints:
+    return {"tokens_per_block": sizes.bs}
+
+
+def _k_v(sizes: Sizes) -> Hints:
+    return {"kv_list_layout": "k_v", "tokens_per_block": sizes.bs}
+
+
+def _pool(sizes: Sizes) -> Hints:
+    return {"num_kv_heads": sizes.nh, "tokens_per_block": sizes.bs, "head_dim": sizes.hs}
+
+
+_VLLM, _SGLANG, _TRTLLM, _ATOM = EngineType.VLLM, EngineType.SGLANG, EngineType.TRTLLM, EngineType.ATOM
+_HND = tuple(Form(_VLLM, hints) for hints in (_told(kv_layout="HND"), _told(), _told(kv_layout="BLHNC")))
+_NHD = tuple(Form(_VLLM, hints) for hints in (_told(kv_layout="NHD"), _told(kv_layout="BLNHC")))
+_POOL_AXES: Axes = (("NB",), ("NL",), ("TWO",), ("NH", "BS", "HS"))
+_DENSE = Form(_VLLM, _told())
+
+FORMS: dict[EngineKVFormat, tuple[Form, ...]] = {
+    F.NB_NL_TWO_BS_NH_HS: _NHD + _HND,
+    F.NL_X_TWO_NB_BS_NH_HS: _NHD,
+    F.NL_X_NB_TWO_BS_NH_HS: _NHD,
+    F.NL_X_NB_BS_HS: (
+        *_NHD,
+        *_HND,
+        Form(_ATOM, _told()),
+        Form(_SGLANG, _told(kv_list_layout="unified")),
+        Form(_SGLANG, _block_size),
+        Form(_SGLANG, _block_size, (("NB", "BS"), (), ("HS",))),
+    ),
+    F.TWO_X_NL_X_NBBS_NH_HS: (Form(_SGLANG, _told()),),
+    F.NL_X_NBBS_ONE_HS: (Form(_SGLANG, _told()),),
+    F.NL_X_TWO_NB_NH_BS_HS: _HND,
+    F.NL_X_NB_TWO_NH_BS_HS: _HND,
+    F.NB_NL_TWO_NH_BS_HS: (
+        Form(_TRTLLM, _told()),
+        Form(_TRTLLM, _told(), None, "boxed"),
+        Form(_TRTLLM, _pool, _POOL_AXES),
+        Form(_TRTLLM, _pool, _POOL_AXES, "boxed"),
+    ),
+    F.TWO_X_NL_X_NB_BS_NH_HS: (
+        Form(_SGLANG, _told()),
+        Form(_SGLANG, _k_v, (("NB", "BS"), ("NH",), ("HS",)), "flat"),
+    ),
+    F.NL_X_NB_NH_BS_CS: _HND,
+    F.NL_X_NB_BS_NH_CS: _NHD,
+    F.NL_X_NB_BSV_BSS: (
+        *_NHD,
+        *_HND,
+        *(form._replace(axes=(("NB",), ("BS",), (), ("HS",))) for form in _NHD),
+        *(form._replace(axes=(("NB",), (), ("BS",), ("HS",))) for form in _HND),
+    ),
+    F.NL_X_TWO_NB_NH_ONE_BS_HS: _NHD + _HND,
+    F.NL_X_TWO_X_NB_BS_NH_HS: _NHD + _HND,
+    F.NL_X_NP_X_NB_BS_ONE_HS: _NHD + _HND,
+    F.NL_X_NB_BS_NH_HS: (Form(_SGLANG, _told(kv_list_layout="unified")),),
+}
+DETECTABLE_FORMATS: tuple[EngineKVFormat, ...] = tuple(FORMS)
+"""Formats that some engine exposes."""
+REGISTRABLE_FORMATS: tuple[EngineKVFormat, ...] = tuple(format for format in FORMS if not format.is_pbs_fused)
+"""Formats of which kernel groups can be made: those that engines expose and whose arrays tell the block size."""
+
+
+def kv_formats(formats: Sequence[EngineKVFormat] = tuple(F)) -> st.SearchStrategy[EngineKVFormat]:
+    """KV formats, out of these."""
+    return st.sampled_from(list(formats))
+
+
+@st.composite
+def layout_hints(draw: st.DrawFn, format: EngineKVFormat) -> Hints:
+    """What an engine may tell of a cache of this format; sizes among it are any, as no cache goes with it.
+
+    Raises:
+        ValueError: No engine exposes the format.
+    """
+    if format not in FORMS:
+        raise ValueError(f"no engine exposes {format.name}; choose one of DETECTABLE_FORMATS")
+    sizes = Sizes(*(draw(st.integers(1, 5)) for _ in Sizes._fields))
+    return draw(st.sampled_from(FORMS[format])).hints(sizes)
+
+
+# Layers
+
+
+@st.composite
+def layer_kinds(
+    draw: st.DrawFn,
+    format: EngineKVFormat,
+    *,
+    dtype: st.SearchStrategy[DType] | None = None,
+    max_side: int = 5,
+    block_size: st.SearchStrategy[int] | None = None,
+) -> LayerKind:
+    """Sizes and dtypes of layers that no other format could be read into."""
+    sides = st.integers(1, max_side)
+    slots = sides if block_size is None else block_size
+    sizes = Sizes(draw(sides), draw(_num_blocks(format, sides)), draw(slots), draw(sides), draw(sides))
+    of_kv = dtypes(KV_DTYPES) if dtype is None else dtype
+    if format is F.NL_X_NB_BSV_BSS:
+        return LayerKind(format, sizes._replace(hs=INDEX_PAGE_WIDTH), ((INDEX_PAGE_WIDTH, np.dtype(np.uint8)),))
+    if format is F.NL_X_NP_X_NB_BS_ONE_HS:
+        return LayerKind(format, sizes, draw(_planes(of_kv, sides)))
+    first = draw(of_kv)
+    if first == np.uint8 and sizes.hs == INDEX_PAGE_WIDTH:
+        sizes = sizes._replace(hs=INDEX_PAGE_WIDTH + 1)  # else it may be an index page
+    return LayerKind(format, sizes, ((sizes.hs, first),))
+
+
+def _num_blocks(format: EngineKVFormat, numbers: st.SearchStrategy[int]) -> st.SearchStrategy[int]:
+    """Without 2 where that would be taken for a K/V axis, which is looked for in front first."""
+    return numbers.filter(lambda number: number != 2) if format.axes[:2] == ("NB", "TWO") else numbers
+
+
+@st.composite
+def _planes(
+    draw: st.DrawFn, dtype: st.SearchStrategy[DType], widths: st.SearchStrategy[int]
+) -> tuple[tuple[int, DType], ...]:
+    """Planes of a layer. Two of one width are K and V, four of one width are nothing known."""
+    planes = draw(st.lists(st.tuples(widths, dtype), min_size=1, max_size=4))
+    if len(planes) in (2, 4) and len({width for width, _ in planes}) == 1:
+        planes[-1] = (planes[-1][0] + 1, planes[-1][1])
+    # A row of all planes is counted in elements of the first one.
+    return tuple(sorted(planes, key=lambda plane: plane[1].itemsize))
+
+
+@st.composite
+def kv_caches(
+    draw: st.DrawFn,
+    formats: st.SearchStrategy[EngineKVFormat] | EngineKVFormat | None = None,
+    *,
+    dtype: st.SearchStrategy[DType] | None = None,
+    max_side: int = 5,
+    permuted: bool = True,
+    padded: bool = True,
+) -> PagedCache:
+    """Caches whose layers are alike, in any format or the given ones, in one buffer.
+
+    Args:
+        formats: One, or a strategy of them; else all, those that no engine exposes any more included.
+        dtype: dtype of the arrays; else those that caches mostly have. Index pages are uint8.
+        max_side: Largest number of layers, blocks, slots, heads, and elements of a head.
+        permuted: The engine may expose the axes in another order than that in memory.
+        padded: Where the format allows it, blocks may lie apart, also with those of other layers in between.
+    """
+    chosen = kv_formats() if formats is None else formats
+    format = chosen if isinstance(chosen, EngineKVFormat) else draw(chosen)
+    kind = draw(layer_kinds(format, dtype=dtype, max_side=max_side))
+    return draw(caches_of([kind] * kind.sizes.nl, permuted=permuted, padded=padded))
+
+
+@st.composite
+def caches_of(
+    draw: st.DrawFn,
+    layers: Sequence[LayerKind | ArraySpec],
+    *,
+    permuted: bool = True,
+    padded: bool = True,
+) -> PagedCache:
+    """A cache with these layers; if they are not alike, those of one engine that has a list of layers.
+
+    A bare spec is a layer in no engine group: it gets a place and has no format.
+    """
+    kinds = list(dict.fromkeys(layer for layer in layers if isinstance(layer, LayerKind)))
+    first = draw(st.sampled_from(_forms_of_all(kinds)))
+    hints = first.hints(kinds[0].sizes)
+    forms = {kinds[0]: first} | {
+        kind: draw(st.sampled_from([form for form in _forms(kind) if _tells(form, kind, first.engine, hints)]))
+        for kind in kinds[1:]
+    }
+    axes = {kind: forms[kind].axes or tuple((axis,) for axis in kind.format.axes) for kind in kinds}
+    orders = {kind: draw(_orders(len(axes[kind]), permuted)) for kind in kinds}
+
+    leaves: list[Leaf] = []
+    counts: list[int] = []
+    for layer in layers[:1] if kinds[0].format.is_cross_layer else layers:
+        if isinstance(layer, LayerKind):
+            of_layer = layer.leaves(may_be_apart=layer.format.has_block_axis and axes[layer][0] == ("NB",))
+        else:
+            of_layer = [Leaf(layer, None, 0, False)]
+        leaves += of_layer
+        counts.append(len(of_layer))
+    may_be_apart = padded and any(leaf.may_be_apart for leaf in leaves)
+    placement = draw(st.sampled_from(PLACEMENTS if may_be_apart else PLACEMENTS[:1]))
+    specs, nbytes = draw(_placed(leaves, placement))
+    exposed = [
+        spec if leaf.kind is None else _exposed(spec, leaf.kind, axes[leaf.kind], orders[leaf.kind])
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
+    normal = [spec if leaf.kind is None else _tight(spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    return PagedCache(
+        kv_caches=_structure(exposed, layers, counts, first.lists),
+        engine_type=first.engine if kinds[0].format in FORMS else None,
+        layout_hints=hints,
+        normalised=_structure(normal, layers, counts, None),
+        formats=tuple(layer.format if isinstance(layer, LayerKind) else None for layer in layers),
+        nbytes=nbytes,
+    )
+
+
+def _forms(kind: LayerKind) -> Sequence[Form]:
+    return FORMS.get(kind.format, (_DENSE,))
+
+
+def _tells(form: Form, kind: LayerKind, engine: EngineType, hints: Hints) -> bool:
+    return form.engine is engine and form.hints(kind.sizes) == hints
+
+
+def _forms_of_all(kinds: Sequence[LayerKind]) -> list[Form]:
+    """Forms of the first kind whose engine and hints all other kinds can have too."""
+    return [
+        form
+        for form in _forms(kinds[0])
+        if all(
+            any(_tells(other, kind, form.engine, form.hints(kinds[0].sizes)) for other in _forms(kind))
+            for kind in kinds[1:]
+        )
+    ]
+
+
+def _orders(rank: int, permuted: bool) -> st.SearchStrategy[tuple[int, ...]]:
+    axes = tuple(range(rank))
+    return st.permutations(axes).map(tuple) if permuted else st.just(axes)
+
+
+# Places in one buffer
+
+
+@st.composite
+def _placed(draw: st.DrawFn, leaves: Sequence[Leaf], placement: Placement) -> tuple[list[ArraySpec], int]:
+    """The specs at places of their own, and the bytes of the buffer they are in."""
+    gaps = st.integers(0, 3)
+    end = 0
+    placed: dict[int, ArraySpec] = {}
+    pads: dict[tuple[LayerKind | None, int], int] = {}
+    for index, leaf in enumerate(leaves):
+        if leaf.may_be_apart and placement == "interleaved":
+            continue
+        spec = leaf.spec
+        itemsize = spec.dtype.itemsize
+        if leaf.may_be_apart and placement == "padded":
+            key = (leaf.kind, leaf.plane)  # layers of one kernel group have one stride
+            pads[key] = pads[key] if key in pads else draw(gaps)
+            spec = _with_row(spec, spec.stride[0] + pads[key])
+        start = -(-end // itemsize) + draw(gaps)
+        placed[index] = ArraySpec(spec.shape, spec.stride, start, spec.dtype)
+        end = (start + spec.shape[0] * spec.stride[0] if leaf.kind else start) * itemsize
+        end = max(end, placed[index].byte_span)
+    if placement == "interleaved":
+        apart = [index for index, leaf in enumerate(leaves) if leaf.may_be_apart]
+        unit = lcm(*(leaves[index].spec.dtype.itemsize for index in apart))
+        base = -(-end // unit) * unit
+        row = 0
+        starts = []
+        for index in apart:
+            itemsize = leaves[index].spec.dtype.itemsize
+            row = -(-row // itemsize) * itemsize
+            starts.append(base + row)
+            row += leaves[index].spec.stride[0] * itemsize
+        row = -(-row // unit) * unit
+        for index, start in zip(apart, starts, strict=True):
+            itemsize = leaves[index].spec.dtype.itemsize
+            spec = _with_row(leaves[index].spec, row // itemsize)
+            placed[index] = ArraySpec(spec.shape, spec.stride, start // itemsize, spec.dtype)
+            end = max(end, placed[index].byte_span)
+    return [placed[index] for index in range(len(leaves))], end
+
+
+def _with_row(spec: ArraySpec, step: int) -> ArraySpec:
+    return ArraySpec(spec.shape, (step, *spec.stride[1:]), spec.storage_offset, spec.dtype)
+
+
+def _tight(spec: ArraySpec) -> ArraySpec:
+    """An axis of one block steps by the block: nothing is there to be apart from."""
+    return _with_row(spec, prod(spec.shape[1:])) if spec.shape[0] == 1 else spec
+
+
+def _exposed(spec: ArraySpec, kind: LayerKind, axes: Axes, order: tuple[int, ...]) -> ArraySpec:
+    """A stored array with axes folded as ``axes`` says, then in the order of ``order``."""
+    if order != tuple(range(len(order))):
+        spec = _tight(spec)  # the place of the only block is then told by its stride alone
+    at = {axis: index for index, axis in enumerate(kind.format.axes)}
+    shape: list[int] = []
+    stride: list[int] = []
+    for names in reversed(axes):
+        shape.append(prod(spec.shape[at[name]] for name in names))
+        stride.append(spec.stride[at[names[-1]]] if names else shape[-2] * stride[-1])
+    folded = ArraySpec(tuple(reversed(shape)), tuple(reversed(stride)), spec.storage_offset, spec.dtype)
+    return folded.transpose(order)
+
+
+def _structure(
+    specs: Sequence[ArraySpec],
+    layers: Sequence[LayerKind | ArraySpec],
+    counts: Sequence[int],
+    lists: Literal["flat", "boxed"] | None,
+) -> ArrayTree:
+    """The lists around the arrays, which come layer by layer, ``counts`` for each."""
+    format = next(layer.format for layer in layers if isinstance(layer, LayerKind))
+    if format.is_cross_layer:
+        return [specs[0]] if lists == "boxed" else specs[0]
+    if format.is_kv_list:
+        k, v = list(specs[::2]), list(specs[1::2])
+        return k + v if lists == "flat" else [k, v]
+    entries: list[ArrayTree] = []
+    rest = list(specs)
+    for layer, count in zip(layers, counts, strict=True):
+        of_layer, rest = rest[:count], rest[count:]
+        in_list = isinstance(layer, LayerKind) and layer.format.is_kv_second_tuple
+        entries.append(of_layer if in_list else of_layer[0])
+    return entries
