@@ -1,0 +1,244 @@
+"""Connections to a cache server: one request at a time each, every wait with a deadline.
+
+A thread takes an idle connection, exchanges one request for its reply, and gives the connection back, so threads share
+nothing but the list of idle ones. A connection whose reply did not come in time is never used again: a late reply
+cannot be taken for another's. Nothing is sent while the server is not connected, so no request lies in a queue and is
+served long after its caller gave up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from kvshm import wire
+
+__all__ = [
+    "CacheServerError",
+    "Connection",
+    "Connections",
+    "ServerTimeoutError",
+    "ServerUnreachableError",
+]
+
+# How often a waiting client looks whether the server is still connected: more often than ZeroMQ's 100 ms until it
+# reconnects, so that a server that restarts is noticed.
+_SLICE_S = 0.05
+_FIRST_SLICE_MS = 10
+_MAX_IDLE = 64
+
+
+class CacheServerError(RuntimeError):
+    """The server answered that it could not do what was asked; the text is its reason."""
+
+
+class ServerTimeoutError(TimeoutError):
+    """The server is connected but did not answer in time."""
+
+
+class ServerUnreachableError(ConnectionError):
+    """No connection to the server, or it broke before the reply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back: a result, or why there is none."""
+
+    has_result: bool
+    result: Any
+    reason: str | None
+
+
+class Connection:
+    """One DEALER socket. Used by one thread at a time."""
+
+    __slots__ = ("_connect_timeout_s", "_next_uid", "_url", "socket", "uid")
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, connect_timeout_s: float) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a server that is not there
+        self.socket.setsockopt(zmq.RCVTIMEO, _FIRST_SLICE_MS)
+        self.socket.setsockopt(zmq.SNDTIMEO, 0)
+        if "[" in url:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.connect(url)
+        self._url = url
+        self._connect_timeout_s = connect_timeout_s
+        self._next_uid = itertools.count()
+        self.uid = -1  # of the request sent last
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server is there now."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def send(self, operation: bytes, payload: Sequence[bytes], deadline: float) -> int:
+        """Send a request and give its uid.
+
+        Raises:
+            ServerUnreachableError: The server is not there.
+        """
+        uid = next(self._next_uid)
+        frames = [wire.pack(uid), operation, *payload]
+        try:
+            self.socket.send_multipart(frames)
+        except zmq.Again:
+            wait_s = min(self._connect_timeout_s, deadline - time.monotonic())
+            if wait_s <= 0 or not self.socket.poll(max(1, int(wait_s * 1e3)), zmq.POLLOUT):
+                raise ServerUnreachableError(
+                    f"no cache server answers at {self._url} (waited {max(wait_s, 0):.2f} s); start one with kvshm "
+                    f"serve"
+                ) from None
+            try:
+                self.socket.send_multipart(frames)
+            except zmq.Again:
+                raise ServerUnreachableError(f"the cache server at {self._url} went away") from None
+        self.uid = uid
+        return uid
+
+    def receive(self, uid: int, deadline: float, what: str) -> Reply:
+        """Wait for the reply to a request; others are dropped.
+
+        Raises:
+            ServerTimeoutError, ServerUnreachableError: As their text says.
+        """
+        return self.receive_any((uid,), deadline, what)[1]
+
+    def receive_any(self, uids: Sequence[int], deadline: float, what: str) -> tuple[int, Reply]:
+        """Wait for the first reply to one of several requests, and tell which. Raises as :meth:`receive`."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart()
+            except zmq.Again:
+                self._wait(deadline, what)
+                continue
+            for uid in uids:
+                reply = _read_reply(frames, uid)
+                if reply is not None:
+                    return uid, reply
+
+    def _wait(self, deadline: float, what: str) -> None:
+        while not self.socket.poll(max(1, int(1e3 * min(_SLICE_S, deadline - time.monotonic())))):
+            if not self.is_connected:
+                raise ServerUnreachableError(f"the cache server at {self._url} went away before it answered {what}")
+            if time.monotonic() >= deadline:
+                raise ServerTimeoutError(
+                    f"the cache server at {self._url} did not answer {what} in time; it may be stopped or "
+                    f"overloaded, or (a real LMCache server) its handler failed"
+                )
+
+    def poll(self, uid: int) -> bool:
+        """Whether the reply to a request has come, without waiting. Drops it."""
+        while self.socket.poll(0):
+            if _read_reply(self.socket.recv_multipart(), uid) is not None:
+                return True
+        return False
+
+    def close(self) -> None:
+        """Close at once; what was not sent is dropped."""
+        self.socket.close(0)
+
+
+def _read_reply(frames: list[bytes], uid: int) -> Reply | None:
+    if len(frames) < 2 or frames[0] != wire.pack(uid):
+        return None
+    result = wire.unpack(frames[2]) if len(frames) > 2 else None
+    reason = wire.unpack(frames[3]) if len(frames) > 3 else None
+    return Reply(len(frames) > 2, result, None if reason is None else str(reason))
+
+
+class Connections:
+    """The connections of one client to one server. Safe for threads; a forked child makes its own.
+
+    Args:
+        timeout_s: How long a request may take, unless it says otherwise.
+        connect_timeout_s: How much of that may go into finding the server.
+    """
+
+    def __init__(self, url: str, timeout_s: float, connect_timeout_s: float) -> None:
+        self.url = url
+        self.timeout_s = timeout_s
+        self.connect_timeout_s = connect_timeout_s
+        self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._is_closed = False
+
+    def take(self) -> Connection:
+        """A connection for the calling thread alone, until :meth:`give` or :meth:`discard`.
+
+        Raises:
+            ValueError: The client is closed.
+        """
+        with self._lock:
+            if self._pid != os.getpid():
+                # Sockets do not survive a fork. The parent's are left untouched, and are the parent's to close.
+                self._inherited = (self._context, self._idle, self._busy)
+                self._start()
+            if self._is_closed:
+                raise ValueError("the cache client is closed; make a new one")
+            connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = Connection(self._context, self.url, self.connect_timeout_s)
+            self._busy.add(connection)
+            return connection
+
+    def give(self, connection: Connection) -> None:
+        """Give back a connection that awaits no reply."""
+        with self._lock:
+            if connection in self._busy and not self._is_closed and len(self._idle) < _MAX_IDLE:
+                self._busy.remove(connection)
+                self._idle.append(connection)
+                return
+        self.discard(connection)
+
+    def discard(self, connection: Connection) -> None:
+        """Close a connection."""
+        connection.close()
+        with self._lock:
+            self._busy.discard(connection)
+            is_last = self._is_closed and not self._busy
+        if is_last:
+            self._context.term()
+
+    def exchange(self, operation: bytes, payload: Sequence[bytes], timeout_s: float | None, what: str) -> Reply:
+        """One request and its reply.
+
+        Raises:
+            ServerTimeoutError, ServerUnreachableError: As their text says.
+        """
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+        connection = self.take()
+        try:
+            reply = connection.receive(connection.send(operation, payload, deadline), deadline, what)
+        except BaseException:
+            self.discard(connection)
+            raise
+        self.give(connection)
+        return reply
+
+    def close(self) -> None:
+        """Close all connections that no thread uses; the others when their thread is done. Idempotent."""
+        with self._lock:
+            if self._is_closed or self._pid != os.getpid():
+                return
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            is_used = bool(self._busy)
+        for connection in idle:
+            connection.close()
+        if not is_used:
+            self._context.term()

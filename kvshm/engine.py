@@ -1,0 +1,307 @@
+"""A registered engine: stores, looks up and retrieves the KV of token prefixes.
+
+What the engine's loop calls never raises because of the server: while it is away, a store stores nothing and a lookup
+finds nothing. What a caller gets wrong (too few block ids, no integers) raises at once, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshm import wire
+from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager, expand_engine_block_ids
+from kvshm.link import ServerLink
+from kvshm.operations import ServerInfo
+from kvshm.prefix import Ints, chunk_hashes, int64_array, token_array
+from kvshm.protocol import CacheKey
+from kvshm.transfers import NotRegisteredError, Transfers
+
+__all__ = ["BlockIds", "Engine"]
+
+BlockIds = Sequence[Ints] | Ints
+
+_MAX_REMEMBERED_LOOKUPS = 1024
+_SERVER_ERRORS = (CacheServerError, ServerTimeoutError, ServerUnreachableError, wire.WireError)
+
+_logger = logging.getLogger("kvshm")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """A lookup whose read locks wait for the retrieve."""
+
+    request_id: str
+    hashes: tuple[bytes, ...]  # of the chunks that it found
+
+
+class Engine:
+    """An engine that is registered with a cache server; :meth:`kvshm.CacheClient.register` makes it.
+
+    Safe for threads. Belongs to the process that registered it. As a context manager, leaving it unregisters.
+
+    Args:
+        transfers: How chunks move: by the server or by this process.
+        raises: Raise what goes wrong with the server instead of missing.
+    """
+
+    def __init__(
+        self,
+        link: ServerLink,
+        transfers: Transfers,
+        manager: KVLayerGroupsManager,
+        engine_group_infos: Sequence[EngineGroupInfo],
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        cache_salt: str,
+        raises: bool,
+    ) -> None:
+        self._link = link
+        self._transfers = transfers
+        self._manager = manager
+        self._infos = tuple(engine_group_infos)
+        self._model_name = model_name
+        self._world_size = world_size
+        self._worker_id = worker_id
+        self._cache_salt = cache_salt
+        self._raises = raises
+        self._lock = threading.RLock()
+        self._lookups: deque[_Lookup] = deque()
+        self._generation = 0  # registrations so far
+        self._is_registered = False
+
+    @property
+    def instance_id(self) -> int:
+        """What the server knows this engine by."""
+        return self._transfers.instance_id
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a chunk."""
+        return self._manager.lmcache_tokens_per_chunk
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the server knows this engine, as far as is known here."""
+        return self._is_registered and self._link.is_up
+
+    def store(self, token_ids: Ints, block_ids: BlockIds) -> int:
+        """Cache the whole chunks of a prefix; gives how many tokens are cached then, 0 if that did not work.
+
+        The blocks must stay as they are until this returns, and those of :meth:`unsettled_block_ids` longer.
+
+        Args:
+            token_ids: The prompt from its first token on.
+            block_ids: Per engine group (or flat, where there is one) the blocks of these tokens in order.
+
+        Raises:
+            ValueError: Too few block ids, or something is no integer. Nothing was sent.
+        """
+        tokens, num_chunks = self._chunks(token_ids)
+        ids = self._kernel_block_ids(block_ids, num_chunks)
+        if not num_chunks:
+            return 0
+        key = self._key(tokens, uuid.uuid4().hex, self._worker_id)
+        return self._attempt(lambda: self._transfers.store(key, ids)) * self.chunk_size
+
+    def lookup(self, token_ids: Ints) -> int:
+        """Tokens of the longest cached prefix, a multiple of the chunk size; they stay cached for the retrieve.
+
+        Raises:
+            ValueError: Something is no integer. Nothing was sent.
+        """
+        tokens, num_chunks = self._chunks(token_ids)
+        if not num_chunks:
+            return 0
+        hashes = tuple(chunk_hashes(tokens, self.chunk_size))
+        key = self._key(tokens, uuid.uuid4().hex, None)
+        found = self._attempt(lambda: self._transfers.lookup(key, self._worker_id))
+        if found:
+            self._remember(_Lookup(key.request_id, hashes[:found]))
+        return found * self.chunk_size
+
+    def retrieve(self, token_ids: Ints, block_ids: BlockIds, skip_first_n_tokens: int = 0) -> int:
+        """Write the cached chunks of a prefix into blocks; gives the tokens written, all or (a miss) 0.
+
+        After a miss the blocks hold anything. Those of :meth:`unsettled_block_ids` may still be written to.
+
+        Args:
+            token_ids: The prefix to write: the prompt up to what :meth:`lookup` found.
+            block_ids: Per engine group (or flat, where there is one) the blocks of these tokens in order.
+            skip_first_n_tokens: So many tokens at the start are left as they are.
+
+        Raises:
+            ValueError: Too few block ids, or something is no integer. Nothing was sent.
+        """
+        tokens, num_chunks = self._chunks(token_ids)
+        ids = self._kernel_block_ids(block_ids, num_chunks)
+        if skip_first_n_tokens < 0:
+            raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens}; it cannot be negative")
+        if not num_chunks:
+            return 0
+        hashes = tuple(chunk_hashes(tokens, self.chunk_size))
+        lookup = self._take_lookup(hashes)
+        request_id = uuid.uuid4().hex if lookup is None else lookup.request_id
+        key = self._key(tokens, request_id, self._worker_id)
+
+        def work() -> int:
+            written = self._transfers.retrieve(key, ids, skip_first_n_tokens, is_locked=lookup is not None)
+            if lookup is not None and len(lookup.hashes) > num_chunks:
+                self._link.end_session(request_id)  # the locks on what was not retrieved
+            return written
+
+        return self._attempt(work) * self.chunk_size
+
+    def unsettled_block_ids(self) -> list[set[int]]:
+        """Per kernel group, blocks of timed-out requests that the server may still be reading or writing.
+
+        Give them to nobody else. They leave this list once the server's late answer is there or it has gone.
+        """
+        return self._transfers.unsettled_block_ids(len(self._manager.kernel_groups))
+
+    def unregister(self) -> None:
+        """Let the server forget this engine; done once it no longer touches its memory. Idempotent."""
+        if self._link.is_inherited:
+            return
+        self._link.remove(self)
+        with self._lock:
+            if self._is_registered:
+                self._is_registered = False
+                self._attempt(self._transfers.unregister, is_needed=self._link.is_up)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.unregister()
+
+    # For the link
+
+    def register_with(self, info: ServerInfo) -> None:
+        """Register. Logs why where a server that came back does not take this engine.
+
+        Raises:
+            CacheServerError, ServerTimeoutError, ServerUnreachableError: At the first registration, as their text
+                says; later only those of an absent server.
+            ValueError: The server's chunk size is another than before.
+        """
+        with self._lock:
+            if info.chunk_size != self.chunk_size:
+                self._is_registered = False
+                _logger.error(
+                    "kvshm: the cache server came back with chunks of %d tokens, but this engine is registered for "
+                    "chunks of %d; it goes on without cache until it is registered anew",
+                    info.chunk_size,
+                    self.chunk_size,
+                )
+                return
+            self._transfers.register(info)
+            self._lookups.clear()
+            self._generation += 1
+            self._is_registered = True
+
+    def say_farewell(self, timeout_s: float) -> None:
+        """Unregister, if that can be done in this time."""
+        with self._lock:
+            if self._is_registered and timeout_s > 0:
+                self._is_registered = False
+                try:
+                    self._transfers.unregister(timeout_s)
+                except _SERVER_ERRORS as error:
+                    _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, error)
+
+    # Helpers
+
+    def _attempt(self, work: Callable[[], int | None], *, is_needed: bool = True) -> int:
+        """Do something with the server; 0 where that fails. Registers again where the server has forgotten us."""
+        if self._link.is_inherited:
+            raise RuntimeError(
+                f"engine {self.instance_id} was registered by the parent of this process; make a client and register "
+                f"here"
+            )
+        if not is_needed or not self._link.is_up:
+            return 0
+        generation = self._generation
+        try:
+            try:
+                return work() or 0
+            except NotRegisteredError:
+                with self._lock:
+                    if self._generation == generation:  # else another thread has registered again
+                        self.register_with(self._link.info())
+                return work() or 0
+        except (ServerTimeoutError, ServerUnreachableError) as error:
+            self._link.mark_down(error)
+            if self._raises:
+                raise
+        except (CacheServerError, wire.WireError) as error:
+            self._link.last_error = str(error)
+            _logger.info("kvshm: a miss: %s", error)
+            if self._raises:
+                raise
+        return 0
+
+    def _chunks(self, token_ids: Ints) -> tuple[NDArray[np.int64], int]:
+        tokens = token_array(token_ids)
+        num_chunks = tokens.size // self.chunk_size
+        return tokens[: num_chunks * self.chunk_size], num_chunks
+
+    def _key(self, tokens: NDArray[np.int64], request_id: str, worker_id: int | None) -> CacheKey:
+        return CacheKey(
+            self._model_name,
+            self._world_size,
+            worker_id,
+            tokens,
+            0,
+            tokens.size,
+            request_id,
+            self._cache_salt,
+            num_kv_readers=1,
+        )
+
+    def _kernel_block_ids(self, block_ids: BlockIds, num_chunks: int) -> list[NDArray[np.int64]]:
+        """Per kernel group the block ids of the whole chunks."""
+        try:
+            per_kernel_group: Sequence[Any] = expand_engine_block_ids(self._infos, block_ids)  # type: ignore[arg-type]  # arrays will do
+        except IndexError as error:
+            raise ValueError(f"block_ids: {error}") from None
+        ids = []
+        for index, given in enumerate(per_kernel_group):
+            needed = self._manager.blocks_per_chunk(index) * num_chunks
+            array = int64_array(given, f"block_ids of kernel group {index}")
+            if array.size < needed:
+                raise ValueError(
+                    f"{num_chunks} chunks of {self.chunk_size} tokens take {needed} blocks of kernel group {index}, "
+                    f"but {array.size} block ids came"
+                )
+            ids.append(array[:needed])
+        return ids
+
+    def _remember(self, lookup: _Lookup) -> None:
+        with self._lock:
+            self._lookups.append(lookup)
+            forgotten = self._lookups.popleft() if len(self._lookups) > _MAX_REMEMBERED_LOOKUPS else None
+        if forgotten is not None:
+            self._attempt(lambda: self._link.end_session(forgotten.request_id))
+
+    def _take_lookup(self, hashes: tuple[bytes, ...]) -> _Lookup | None:
+        """The latest lookup that found at least these chunks, which is used up by that."""
+        with self._lock:
+            for lookup in reversed(self._lookups):
+                if len(lookup.hashes) >= len(hashes) and lookup.hashes[len(hashes) - 1] == hashes[-1]:
+                    self._lookups.remove(lookup)
+                    return lookup
+        return None

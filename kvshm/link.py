@@ -1,0 +1,148 @@
+"""One client's link to its server: whether it is up, what it is, and the heartbeat that keeps registrations alive.
+
+While the server is away nothing is sent: engines miss at once, and the heartbeat alone looks for it. When it comes
+back, or turns out to be another process than before, the heartbeat registers every engine again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Protocol
+
+from kvshm import wire
+from kvshm.connections import CacheServerError, Connections, ServerTimeoutError, ServerUnreachableError
+from kvshm.operations import PlainOperations, ServerInfo, probe
+
+__all__ = ["Member", "ServerLink"]
+
+_PROBE_TIMEOUT_S = 0.5
+_RETRY_S = 0.1
+_FAREWELL_S = 0.5
+
+_logger = logging.getLogger("kvshm")
+
+
+class Member(Protocol):
+    """What the link keeps registered."""
+
+    @property
+    def instance_id(self) -> int:
+        """What the server knows it by."""
+
+    def register_with(self, info: ServerInfo) -> None:
+        """Register with a server that does not know this member (any more)."""
+
+    def say_farewell(self, timeout_s: float) -> None:
+        """Unregister, if that can be done in this time."""
+
+
+class ServerLink(PlainOperations):
+    """The connections to a server, and the knowledge whether it is there."""
+
+    def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, heartbeat_s: float) -> None:
+        self._connections = Connections(url, timeout_s, connect_timeout_s)
+        self._heartbeat_s = heartbeat_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._members: dict[int, Member] = {}
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._info: ServerInfo | None = None
+        self.is_up = False
+        self.last_error: str | None = None
+
+    @property
+    def connections(self) -> Connections:
+        """For requests whose replies are waited for in a special way."""
+        return self._connections
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that made the link."""
+        return os.getpid() != self._pid
+
+    def info(self) -> ServerInfo:
+        """What the server is; asked once, and again after it was away.
+
+        Raises:
+            ServerTimeoutError, ServerUnreachableError, CacheServerError: As their text says.
+        """
+        info = self._info
+        if info is None or not self.is_up:
+            info = self._info = probe(self._connections, self._connections.timeout_s)
+            self.is_up = True
+        return info
+
+    def mark_down(self, error: Exception) -> None:
+        """The server did not answer: send nothing until the heartbeat has found it."""
+        self.last_error = str(error)
+        if self.is_up:
+            self.is_up = False
+            _logger.warning("kvshm: going on without the cache server: %s", error)
+            self._wake.set()
+
+    def add(self, member: Member) -> None:
+        """Keep a registered member alive."""
+        with self._lock:
+            self._members[member.instance_id] = member
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._beat, name="kvshm-heartbeat", daemon=True)
+                self._thread.start()
+
+    def remove(self, member: Member) -> None:
+        """Stop keeping it."""
+        with self._lock:
+            self._members.pop(member.instance_id, None)
+
+    def close(self) -> None:
+        """Unregister what is registered, within half a second, and close; idempotent."""
+        if self._closing.is_set() or self.is_inherited:
+            return
+        self._closing.set()
+        self._wake.set()
+        deadline = time.monotonic() + _FAREWELL_S
+        for member in self._snapshot():
+            self.remove(member)
+            member.say_farewell(deadline - time.monotonic() if self.is_up else 0.0)
+        self._connections.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_PROBE_TIMEOUT_S)
+
+    def _snapshot(self) -> list[Member]:
+        with self._lock:
+            return list(self._members.values())
+
+    def _beat(self) -> None:
+        while True:
+            self._wake.wait(self._heartbeat_s if self.is_up else _RETRY_S)
+            self._wake.clear()
+            if self._closing.is_set():
+                return
+            try:
+                self._check()
+            except (ServerTimeoutError, ServerUnreachableError, CacheServerError, wire.WireError) as error:
+                self.mark_down(error)
+            except ValueError:
+                if self._closing.is_set():
+                    return  # the connections were closed meanwhile
+                raise
+
+    def _check(self) -> None:
+        """See whether the server is there and still the same; renew the leases."""
+        before, was_up = self._info, self.is_up
+        info = probe(self._connections, _PROBE_TIMEOUT_S)
+        is_other = before is None or info.boot_token != before.boot_token or info.is_kvshm != before.is_kvshm
+        # A real LMCache server has no boot token; once it was away it may be another.
+        if is_other or (not was_up and not info.is_kvshm):
+            for member in self._snapshot():
+                member.register_with(info)
+        self._info = info
+        for member in self._snapshot():
+            self.ping(member.instance_id, timeout_s=_PROBE_TIMEOUT_S)
+        if not was_up:
+            _logger.warning("kvshm: the cache server at %s is back", self._connections.url)
+        self.is_up = True

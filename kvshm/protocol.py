@@ -1,0 +1,412 @@
+"""The cache server's protocol: operations, frames, keys, and the strict reading of what the other side sent.
+
+A request is ``[uid, operation, payload...]``, its reply ``[uid, operation, result]``, or ``[uid, operation]`` where the
+operation returns nothing. Every frame is one MessagePack value. A reply to what failed carries the operation's failure
+value in the place of the result and, as one more frame, a string that says why.
+
+Two things go beyond LMCache's protocol, and its servers never see them: token and block ids may travel as bytes
+(little-endian int64) instead of arrays, and a few operations have only a name (``kvshm_...``). Sockets are the business
+of others.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshm import wire
+from kvshm.layout import EngineGroupInfo
+from kvshm.prefix import Ints, int64_array
+from kvshm.wrapper import ShmArrayWrapper
+
+__all__ = [
+    "MAX_TOKENS",
+    "NOT_REGISTERED",
+    "NO_RESULT",
+    "OPERATIONS",
+    "PROTOCOL_VERSION",
+    "CacheKey",
+    "EngineDrivenSpec",
+    "Operation",
+    "ProtocolError",
+    "encode_block_ids",
+    "encode_key",
+    "is_uid_frame",
+    "operation_of",
+    "parse_payload",
+]
+
+MAX_TOKENS = 1_000_000
+MAX_BLOCK_IDS = 1_000_000
+_MAX_TEXT = 4096
+PROTOCOL_VERSION = 1  # of what kvshm adds
+NOT_REGISTERED = "is not registered with this server"  # in the reason of a failure: register (again)
+_MAX_ID = 2**63 - 1
+_MAX_SALT = 128
+_MAX_NESTING = 4
+_SALT_FORBIDDEN = frozenset("@/\\\0")
+
+NO_RESULT = object()
+"""What an operation without a result returns: its reply has no third frame."""
+
+
+class ProtocolError(ValueError):
+    """A message is not what the protocol says. It changed nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheKey:
+    """Which tokens of which model a request is about.
+
+    ``request_id``, ``request_configs`` and ``num_kv_readers`` are not part of what is cached.
+
+    Raises:
+        ValueError: A salt with a forbidden character or too long, or a range that is none.
+    """
+
+    model_name: str
+    world_size: int
+    worker_id: int | None  # None in lookups, which are about all workers
+    token_ids: NDArray[np.int64]
+    start: int
+    end: int
+    request_id: str
+    cache_salt: str = ""
+    request_configs: Mapping[str, Any] | None = None
+    num_kv_readers: int = 0
+
+    def __post_init__(self) -> None:
+        bad = _SALT_FORBIDDEN & set(self.cache_salt)
+        if bad or len(self.cache_salt) > _MAX_SALT:
+            raise ValueError(
+                f"cache_salt {self.cache_salt[:_MAX_SALT]!r} must have at most {_MAX_SALT} characters (it has "
+                f"{len(self.cache_salt)}) and none of @ / \\ and NUL"
+            )
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"token range [{self.start}, {self.end}) is none; it must hold 0 <= start <= end")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDrivenSpec:
+    """What an engine that copies by itself tells of its chunks."""
+
+    instance_id: int
+    model_name: str
+    world_size: int
+    block_size: int
+    num_layers: int
+    hidden_dim_size: int
+    dtype_str: str
+    use_mla: bool
+    num_physical_slots: int | None = None
+    layout_fingerprint: bytes = b""  # kvshm's own: tells layouts apart that these numbers do not
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation: how its payload is read and what it answers when it fails."""
+
+    name: str
+    id: int | None
+    payload: tuple[Callable[[Any, str], Any], ...]
+    failure: Any  # NO_RESULT: nil
+    num_optional: int = 0
+
+
+# Reading. Each reader takes a decoded value and what to call it, and gives the value or raises ProtocolError.
+
+Reader = Callable[[Any, str], Any]
+
+
+def _refuse(value: Any, name: str, wanted: str) -> ProtocolError:
+    # reprlib: what a peer sent may be huge or nested a thousand deep.
+    return ProtocolError(f"{name} is {reprlib.repr(value)}, not {wanted}")
+
+
+def _integer(low: int, high: int = _MAX_ID) -> Reader:
+    def read(value: Any, name: str) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise _refuse(value, name, f"an integer in [{low}, {high}]")
+        return value
+
+    return read
+
+
+def _text(value: Any, name: str) -> str:
+    if type(value) is not str or len(value) > _MAX_TEXT:
+        raise _refuse(value, name, f"a string of at most {_MAX_TEXT} characters")
+    return value
+
+
+def _boolean(value: Any, name: str) -> bool:
+    if type(value) is not bool:
+        raise _refuse(value, name, "a boolean")
+    return value
+
+
+def _binary(value: Any, name: str) -> bytes:
+    if type(value) is not bytes:
+        raise _refuse(value, name, "bytes")
+    return value
+
+
+def _seconds(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= 1e6:
+        raise _refuse(value, name, "a number of seconds from 0 to 1e6")
+    return float(value)
+
+
+def _optional(read: Reader) -> Reader:
+    return lambda value, name: None if value is None else read(value, name)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if type(value) is not dict:
+        raise _refuse(value, name, "a map")
+    return value
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if type(value) is not list:
+        raise _refuse(value, name, "an array")
+    return value
+
+
+def _anything(value: Any, name: str) -> Any:
+    return value
+
+
+def _record(readers: Mapping[str, Reader], cls: type[Any], optional: frozenset[str]) -> Reader:
+    def read(value: Any, name: str) -> Any:
+        given = _mapping(value, name)
+        unknown = given.keys() - readers.keys()
+        missing = readers.keys() - given.keys() - optional
+        if unknown or missing:
+            raise ProtocolError(f"{name} has unknown keys {sorted(unknown)} and lacks {sorted(missing)}")
+        values = {key: readers[key](item, f"{name}.{key}") for key, item in given.items()}
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ProtocolError(f"{name}: {error}") from None
+
+    return read
+
+
+def _int64s(most: int) -> Reader:
+    def read(value: Any, name: str) -> NDArray[np.int64]:
+        if type(value) is bytes:
+            if len(value) % 8:
+                raise ProtocolError(f"{name} has {len(value)} bytes, which is no whole number of 64-bit integers")
+            array = np.frombuffer(value, dtype="<i8")
+        else:
+            try:
+                array = int64_array(_list(value, name), name)
+            except ProtocolError:
+                raise
+            except ValueError as error:
+                raise ProtocolError(str(error)) from None
+        if array.size > most:
+            raise ProtocolError(f"{name} has {array.size} entries; at most {most} are allowed")
+        return array
+
+    return read
+
+
+def _block_ids(value: Any, name: str) -> list[NDArray[np.int64]]:
+    read = _int64s(MAX_BLOCK_IDS)
+    groups = [read(ids, f"{name}[{index}]") for index, ids in enumerate(_list(value, name))]
+    if sum(ids.size for ids in groups) > MAX_BLOCK_IDS:
+        raise ProtocolError(f"{name} has more than {MAX_BLOCK_IDS} ids")
+    return groups
+
+
+def _wrappers(value: Any, name: str, depth: int = 0) -> Any:
+    """A descriptor, or nested arrays of them as the engine's cache is built."""
+    if isinstance(value, ShmArrayWrapper):
+        return value
+    if depth == _MAX_NESTING:
+        raise _refuse(value, name, f"a descriptor, {_MAX_NESTING} arrays deep")
+    return [_wrappers(item, f"{name}[{index}]", depth + 1) for index, item in enumerate(_list(value, name))]
+
+
+def _integers(value: Any, name: str) -> tuple[int, ...]:
+    read = _integer(0)
+    return tuple(read(item, f"{name}[{index}]") for index, item in enumerate(_list(value, name)))
+
+
+_key = _record(
+    {
+        "model_name": _text,
+        "world_size": _integer(1, 2**16),
+        "worker_id": _optional(_integer(0, 2**16)),
+        "token_ids": _int64s(MAX_TOKENS),
+        "start": _integer(0),
+        "end": _integer(0),
+        "request_id": _text,
+        "cache_salt": _text,
+        "request_configs": _optional(_mapping),
+        "num_kv_readers": _integer(0, 2**16),
+    },
+    CacheKey,
+    frozenset({"cache_salt", "request_configs", "num_kv_readers"}),
+)
+_engine_group = _record(
+    {
+        "engine_group_id": _integer(0, 2**20),
+        "layer_indices": _integers,
+        "tokens_per_block": _integer(-(2**31), 2**31),
+        "sw_size_tokens": _integer(-1),
+        "extra_object_group_tag": _integer(-(2**31), 2**31),
+        "recurrent_state": _boolean,
+    },
+    EngineGroupInfo,
+    frozenset(field.name for field in fields(EngineGroupInfo)) - {"engine_group_id"},
+)
+_engine_driven = _record(
+    {
+        "instance_id": _integer(-_MAX_ID),
+        "model_name": _text,
+        "world_size": _integer(1, 2**16),
+        "block_size": _integer(1, 2**31),
+        "num_layers": _integer(1, 2**20),
+        "hidden_dim_size": _integer(1, 2**40),
+        "dtype_str": _text,
+        "use_mla": _boolean,
+        "num_physical_slots": _optional(_integer(1, 2**31)),
+        "layout_fingerprint": _binary,
+    },
+    EngineDrivenSpec,
+    frozenset({"num_physical_slots", "layout_fingerprint"}),
+)
+
+
+def _engine_groups(value: Any, name: str) -> tuple[EngineGroupInfo, ...]:
+    return tuple(_engine_group(item, f"{name}[{index}]") for index, item in enumerate(_list(value, name)))
+
+
+_instance = _integer(-_MAX_ID)
+_deadline = _optional(_integer(0))  # nanoseconds of the server's monotonic clock
+_STORE_FAILED = [b"", False]
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "register_kv_cache",
+        1,
+        (_instance, _wrappers, _text, _integer(1, 2**16), _text, _mapping, _engine_groups),
+        NO_RESULT,
+    ),
+    Operation("unregister_kv_cache", 2, (_instance,), NO_RESULT),
+    Operation("store", 6, (_key, _instance, _block_ids, _binary, _deadline), _STORE_FAILED, num_optional=1),
+    Operation(
+        "retrieve",
+        7,
+        (_key, _instance, _block_ids, _binary, _integer(0), _deadline),
+        _STORE_FAILED,
+        num_optional=2,
+    ),
+    Operation("lookup", 8, (_key, _integer(0)), NO_RESULT),
+    Operation("query_prefetch_status", 9, (_text,), 0),
+    Operation("wait_prefetch_status", 10, (_text, _seconds), 0),
+    Operation("free_lookup_locks", 12, (_key, _integer(0)), NO_RESULT),
+    Operation("end_session", 13, (_text,), NO_RESULT),
+    Operation("register_kv_cache_engine_driven_context", 14, (_engine_driven,), {"shm_name": "", "pool_size": 0}),
+    Operation("unregister_kv_cache_engine_driven_context", 15, (_instance,), NO_RESULT),
+    # A map without slots, not nil: LMCache's client cannot read nil here and would wait for its time limit.
+    Operation("prepare_store", 16, (_key, _instance), {"context": {}}),
+    Operation("commit_store", 17, (_key, _instance, _binary), False),
+    Operation("prepare_retrieve", 18, (_key, _instance), {"success": False, "data": b"", "context": {}}),
+    Operation("commit_retrieve", 19, (_key, _instance), False),
+    Operation("clear", 20, (_boolean,), NO_RESULT, num_optional=1),
+    Operation("get_chunk_size", 21, (), 0),
+    Operation("ping", 22, (_optional(_instance),), False),
+    Operation("report_block_allocation", 23, (_instance, _text, _list), NO_RESULT),
+    Operation("noop", 24, (), ""),
+    Operation("get_experimental", 32, (), []),
+    Operation("kvshm_hello", None, (_text,), NO_RESULT),
+    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, 2**16))), 0),
+    Operation("kvshm_status", None, (), NO_RESULT),
+)
+
+_BY_NAME: dict[int | str, Operation] = {operation.name: operation for operation in OPERATIONS}
+_BY_NAME |= {operation.id: operation for operation in OPERATIONS if operation.id is not None}
+_BY_FRAME = {wire.pack(name): operation for name, operation in _BY_NAME.items()}
+
+
+def is_uid_frame(frame: bytes) -> bool:
+    """Whether a frame is one MessagePack integer, so that the reply can carry it back byte by byte."""
+    if len(frame) == 1:
+        return frame[0] < 0x80 or frame[0] >= 0xE0
+    return 0 < len(frame) <= 9 and len(frame) == 1 + _INTEGER_NBYTES.get(frame[0], 0)
+
+
+_INTEGER_NBYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+
+
+def operation_of(frame: bytes) -> Operation:
+    """The operation that a frame names, by its integer or by its name.
+
+    Raises:
+        ProtocolError: It names none.
+    """
+    operation = _BY_FRAME.get(frame)
+    if operation is not None:
+        return operation
+    name = _decode(frame, "the operation")
+    if type(name) in (int, str) and name in _BY_NAME:
+        return _BY_NAME[name]
+    raise _refuse(name, "the operation", "one that this server knows")
+
+
+def parse_payload(operation: Operation, frames: Sequence[bytes]) -> list[Any]:
+    """The arguments of an operation; optional ones that were not sent are left out.
+
+    Raises:
+        ProtocolError: Too many or too few frames, or one that is not what the operation takes.
+    """
+    most = len(operation.payload)
+    if not most - operation.num_optional <= len(frames) <= most:
+        raise ProtocolError(
+            f"{operation.name} takes {most - operation.num_optional} to {most} payload frames; {len(frames)} came"
+        )
+    return [
+        read(_decode(frame, f"payload {index}"), f"payload {index} of {operation.name}")
+        for index, (read, frame) in enumerate(zip(operation.payload, frames, strict=False))
+    ]
+
+
+def _decode(frame: bytes, name: str) -> Any:
+    try:
+        return wire.unpack(frame)
+    except wire.WireError as error:
+        raise ProtocolError(f"{name} is no MessagePack value: {error}") from None
+
+
+# Writing
+
+
+def encode_key(key: CacheKey, *, as_bytes: bool) -> dict[str, Any]:
+    """The map of a key; token ids as bytes for a kvshm server, as an array for LMCache's."""
+    token_ids = key.token_ids.tobytes() if as_bytes else key.token_ids.tolist()
+    return {
+        "model_name": key.model_name,
+        "world_size": key.world_size,
+        "worker_id": key.worker_id,
+        "token_ids": token_ids,
+        "start": key.start,
+        "end": key.end,
+        "request_id": key.request_id,
+        "cache_salt": key.cache_salt,
+        "request_configs": None if key.request_configs is None else dict(key.request_configs),
+        "num_kv_readers": key.num_kv_readers,
+    }
+
+
+def encode_block_ids(block_ids: Sequence[Ints], *, as_bytes: bool) -> list[Any]:
+    """Block ids per kernel group, as above."""
+    arrays = [int64_array(ids, f"block_ids[{index}]") for index, ids in enumerate(block_ids)]
+    return [array.tobytes() if as_bytes else array.tolist() for array in arrays]

@@ -1,0 +1,392 @@
+"""The cache server: a socket, a loop, and threads that copy.
+
+One thread, the loop, reads requests, keeps the books (:mod:`kvshm.service`) and writes replies; it never copies a chunk
+and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid gets a
+reply, also when it fails: then its failure value and one more frame that says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+import zmq
+
+from kvshm import wire
+from kvshm._version import __version__
+from kvshm.jobs import JobPool
+from kvshm.pool_memory import PoolMemory
+from kvshm.protocol import (
+    NO_RESULT,
+    OPERATIONS,
+    Operation,
+    ProtocolError,
+    is_uid_frame,
+    operation_of,
+    parse_payload,
+)
+from kvshm.service import DEFERRED, CacheService, Settings
+from kvshm.slabs import SlabAllocator
+from kvshm.store import ChunkStore
+
+__all__ = ["CacheServer"]
+
+_MAX_FRAME_NBYTES = 64 << 20  # a million token ids take 9 MB
+_MAX_BURST = 64  # requests read between two looks at finished copies
+_TICK_S = 0.5
+_POLL_MS = 250
+_NIL = wire.pack(None)
+
+_logger = logging.getLogger("kvshm")
+_T = TypeVar("_T")
+
+
+class CacheServer:
+    """A cache server on this host; ``kvshm serve`` runs one.
+
+    Args:
+        endpoint: ``tcp://`` on a loopback address (port 0: any free one) or ``ipc://``.
+        capacity: Bytes of chunk objects. They lie in one segment, whose pages are reserved in the background.
+        chunk_size: Tokens of a chunk.
+        null_block_id: The block id that stands for no data.
+        allow_remote: Bind an address that other hosts reach. There is no authentication.
+        num_workers: Threads that copy; None: 2 to 4, by the number of processors.
+        pool_name: Name of the pool's segment; None: a random one.
+        http_port: Serve ``/status``, ``/metrics`` and ``/cache/checksums`` there (needs ``kvshm[http]``); 0: any.
+        reap_after_s, grace_s: Silence after which an engine is dropped, if it ever pinged and if it never did.
+        pin_ttl_s: How long a lookup's read locks last.
+        prepare_ttl_s: How long slots are lent to an engine that copies by itself.
+
+    Raises:
+        ValueError: An endpoint or a number that makes no sense, or a remote address without ``allow_remote``.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5555",
+        capacity: int = 1 << 30,
+        chunk_size: int = 256,
+        null_block_id: int = 0,
+        *,
+        allow_remote: bool = False,
+        num_workers: int | None = None,
+        pool_name: str | None = None,
+        http_port: int | None = None,
+        reap_after_s: float = 30.0,
+        grace_s: float = 3600.0,
+        pin_ttl_s: float = 300.0,
+        prepare_ttl_s: float = 600.0,
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity} bytes; a cache needs at least 1")
+        if num_workers is not None and num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}; at least 1 thread must copy")
+        self._wanted_endpoint = _checked_endpoint(endpoint, allow_remote)
+        self._capacity = capacity
+        self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s)
+        self._num_workers = num_workers or max(2, min(4, os.cpu_count() or 1))
+        self._pool_name = pool_name
+        self._http_port = http_port
+        self._http: Any = None
+        self._endpoint: str | None = None
+        self._stop = threading.Event()
+        self._loop: threading.Thread | None = None
+        self._started_at = time.monotonic()
+        self._messages = {"requests": 0, "malformed": 0, "failed": 0}
+
+    @property
+    def endpoint(self) -> str:
+        """Where the server really listens.
+
+        Raises:
+            RuntimeError: It is not running.
+        """
+        if self._endpoint is None:
+            raise RuntimeError("the server is not running; call start()")
+        return self._endpoint
+
+    @property
+    def http_url(self) -> str | None:
+        """Where HTTP is served, if it is."""
+        return None if self._http is None else str(self._http.url)
+
+    def start(self) -> CacheServer:
+        """Bind, make the pool, and serve in a thread of this process.
+
+        Raises:
+            OSError: The endpoint is taken, or the shared memory has no room for the capacity.
+            RuntimeError: It was started before.
+        """
+        if self._loop is not None:
+            raise RuntimeError("the server was started before; make a new one")
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.term)
+            self._socket = self._context.socket(zmq.ROUTER)
+            undo.callback(self._socket.close, 0)
+            self._socket.setsockopt(zmq.LINGER, 500)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_NBYTES)
+            self._endpoint = _bind(self._socket, self._wanted_endpoint)
+            undo.callback(self._forget_endpoint)
+            self._pool = PoolMemory(SlabAllocator(self._capacity).nbytes, self._pool_name)
+            undo.callback(self._pool.close)
+            self._jobs = JobPool(self._num_workers)
+            undo.callback(self._jobs.close)
+            self.service = CacheService(
+                self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit, self.status
+            )
+            self._operations = {operation.name: getattr(self.service, operation.name) for operation in OPERATIONS}
+            if self._http_port is not None:
+                from kvshm.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
+
+                self._http = HttpFrontend(self, self._http_port)
+                self._http.start()
+                undo.callback(self._http.close)
+            self._loop = threading.Thread(target=self._serve, name="kvshm-server", daemon=True)
+            self._reserving = threading.Thread(target=self._reserve, name="kvshm-reserve", daemon=True)
+            undo.pop_all()
+        self._loop.start()
+        self._reserving.start()
+        return self
+
+    def close(self) -> None:
+        """Finish running copies, answer them, and leave nothing behind; idempotent."""
+        if self._loop is None or self._endpoint is None:
+            return
+        self._stop.set()
+        self._jobs.call(lambda: None)  # wakes the loop
+        self._loop.join()
+        self._reserving.join()
+        if self._http is not None:
+            self._http.close()
+        self._jobs.close()
+        self._socket.close()
+        self._context.term()
+        self._forget_endpoint()
+        self._pool.close()
+
+    def __enter__(self) -> CacheServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(self, function: Callable[[], _T], timeout_s: float = 10.0) -> _T:
+        """Run something in the loop, where the books may be read, and give its result. Any thread may call it.
+
+        Raises:
+            TimeoutError: The loop did not come to it.
+        """
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._jobs.call(run)
+        return future.result(timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """How the server is, as ``kvshm status`` prints it. Called in the loop, see :meth:`call`."""
+        service, now = self.service, time.monotonic()
+        store = service.objects
+        return {
+            "version": __version__,
+            "boot_token": service.boot_token,
+            "endpoint": self._endpoint,
+            "uptime_s": round(now - self._started_at, 3),
+            "chunk_size": self._settings.chunk_size,
+            "pool": {
+                "name": self._pool.name,
+                "nbytes": self._pool.nbytes,
+                "reserved_nbytes": self._pool.reserved_nbytes,
+                "used_nbytes": store.allocator.used_nbytes,
+                "busy_nbytes": store.allocator.busy_nbytes,
+                "error": self._pool.error,
+            },
+            "objects": {
+                "cached": len(store),
+                "held": store.num_held,
+                "unfinished": store.num_unfinished,
+                **asdict(store.stats),
+            },
+            "lookups": {"open": len(service.pins), "read_locks": service.pins.num_pins},
+            "jobs": self._jobs.num_unfinished,
+            "instances": [
+                {
+                    "instance_id": registration.instance_id,
+                    "model_name": registration.model_name,
+                    "world_size": registration.world_size,
+                    "transfer_mode": "engine_driven" if registration.context is None else "lmcache_driven",
+                    "silent_s": round(now - registration.last_seen, 3),
+                    "has_pinged": registration.has_pinged,
+                    "running_copies": registration.num_running,
+                    "prepared_stores": len(registration.prepared),
+                    "prepared_retrieves": sum(map(len, registration.reading.values())),
+                    "layout": registration.layout.fingerprint.hex(),
+                }
+                for registration in service.registrations
+            ],
+            "counters": asdict(service.counters),
+            "messages": dict(self._messages),
+            "last_error": service.last_error,
+        }
+
+    # The loop
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._jobs.fileno(), zmq.POLLIN)
+        next_tick = time.monotonic() + _TICK_S
+        while not self._stop.is_set():
+            ready = dict(poller.poll(_POLL_MS))
+            if self._socket in ready:
+                self._read()
+            self._jobs.finish()
+            if time.monotonic() >= next_tick:
+                self.service.tick()
+                next_tick = time.monotonic() + _TICK_S
+        self.service.close()
+        while self._jobs.num_unfinished:
+            poller.poll(_POLL_MS)
+            self._jobs.finish()
+
+    def _read(self) -> None:
+        for _ in range(_MAX_BURST):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames)
+            except Exception:  # one request must not end the service of all
+                _logger.exception("kvshm server: a request of %d frames failed", len(frames))
+
+    def _handle(self, frames: list[bytes]) -> None:
+        self._messages["requests"] += 1
+        if len(frames) < 3 or not is_uid_frame(frames[1]):
+            self._messages["malformed"] += 1  # nobody could tell what a reply belongs to
+            return
+        call = _Call(self._send, frames[:3])
+        try:
+            call.operation = operation = operation_of(frames[2])
+            result = self._operations[operation.name](call, *parse_payload(operation, frames[3:]))
+        except ProtocolError as error:
+            self._messages["malformed"] += 1
+            call.fail(str(error))
+        except (LookupError, OSError, ValueError) as error:
+            call.fail(str(error.args[-1]) if error.args else type(error).__name__)
+        except Exception as error:  # always a reply
+            _logger.exception("kvshm server: %s failed", call.operation.name if call.operation else "a request")
+            call.fail(f"the server failed: {error!r}")
+        else:
+            if result is not DEFERRED:
+                call.answer(result)
+
+    def _send(self, frames: list[bytes], failed: bool) -> None:
+        self._messages["failed"] += failed
+        # A peer that does not read its replies loses them; it must not stop the others.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+
+    def _reserve(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        self._pool.reserve_all(self._stop)
+
+    def _forget_endpoint(self) -> None:
+        if self._endpoint is not None and self._endpoint.startswith("ipc://"):
+            with contextlib.suppress(OSError):
+                os.unlink(self._endpoint.removeprefix("ipc://"))
+        self._endpoint = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One request: where its reply goes."""
+
+    send: Callable[[list[bytes], bool], None]
+    head: list[bytes]  # the client's address, uid, operation: the reply begins with these, byte by byte
+    operation: Operation | None = None
+
+    def answer(self, result: Any) -> None:
+        """Send the result."""
+        self.send(self.head if result is NO_RESULT else [*self.head, wire.pack(result)], False)
+
+    def fail(self, reason: str) -> None:
+        """Send the operation's failure value and why."""
+        failure = NO_RESULT if self.operation is None else self.operation.failure
+        value = _NIL if failure is NO_RESULT else wire.pack(failure)
+        self.send([*self.head, value, wire.pack(reason)], True)
+
+
+def _checked_endpoint(endpoint: str, allow_remote: bool) -> str:
+    scheme, _, address = endpoint.partition("://")
+    if scheme == "ipc" and address:
+        return endpoint
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"endpoint {endpoint!r} is none; give tcp://127.0.0.1:PORT or ipc://PATH")
+    if host == "localhost":
+        host = "127.0.0.1"
+    try:
+        is_local = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local:
+        if not allow_remote:
+            raise ValueError(
+                f"endpoint {endpoint!r} is not a loopback address, and whoever reaches it can read and change the "
+                f"cache; give allow_remote=True (kvshm serve --allow-remote) if that is meant"
+            )
+        _logger.warning("kvshm server: %s may be reached from other hosts; there is no authentication", endpoint)
+    return f"tcp://{host}:{port}"
+
+
+def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
+    """Bind, and give the address with the port really taken.
+
+    Raises:
+        OSError: It is taken, or no address of this host.
+    """
+    path = endpoint.removeprefix("ipc://")
+    if path != endpoint and _is_served(path):
+        raise OSError(errno.EADDRINUSE, f"another server listens on {endpoint}; stop it or give another path")
+    if "[" in endpoint:
+        sock.setsockopt(zmq.IPV6, 1)
+    try:
+        sock.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(
+            error.errno, f"cannot listen on {endpoint}: {error.strerror}; give another port or path"
+        ) from None
+    if path != endpoint:
+        os.chmod(path, 0o600)
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _is_served(path: str) -> bool:
+    """Whether somebody accepts connections there. ZeroMQ would take the path over without a word."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,405 @@
+"""How the chunks of a registered engine move: copied by the server, or by this process into the server's pool.
+
+Both say what they did in chunks. Both work with a kvshm server and with a real LMCache server, whose lookups are
+asynchronous and whose retrieves need the read locks of a lookup.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshm import wire
+from kvshm.connections import CacheServerError, Connection, ServerTimeoutError
+from kvshm.context import CPUCacheContext
+from kvshm.dtypes import dtype_name
+from kvshm.layout import ObjectGroupInfo, all_null_chunk_masks
+from kvshm.link import ServerLink
+from kvshm.operations import FRAMES, ServerInfo
+from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
+from kvshm.shm import Segment
+from kvshm.transfer import gather_chunks, scatter_chunks
+
+__all__ = ["EngineDrivenTransfers", "NotRegisteredError", "Registered", "ServerDrivenTransfers", "Transfers"]
+
+_EVENT = b"kvshm"
+
+BlockIds = Sequence[NDArray[np.int64]]
+
+
+class NotRegisteredError(CacheServerError):
+    """The server does not know this engine: it is another process by now, or has dropped it."""
+
+
+class Transfers(Protocol):
+    """What an engine needs of its way to move chunks. All raise what :mod:`kvshm.connections` raises."""
+
+    instance_id: int
+
+    def register(self, info: ServerInfo) -> None:
+        """Register with this server."""
+
+    def unregister(self, timeout_s: float | None = None) -> None:
+        """Unregister."""
+
+    def store(self, key: CacheKey, block_ids: BlockIds) -> int:
+        """Chunks that are cached now."""
+
+    def lookup(self, key: CacheKey, worker_id: int) -> int:
+        """Chunks found; this worker's are locked for one retrieve."""
+
+    def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
+        """Chunks written: all or 0."""
+
+    def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
+        """Per kernel group, blocks that the server may still be reading or writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What an engine registers as."""
+
+    wrappers: Any  # descriptors, nested as the engine's cache is
+    kv_caches: Any  # what they describe: alive as long as the engine is registered
+    model_name: str
+    world_size: int
+    engine_type: str
+    layout_hints: dict[str, Any]
+    engine_group_infos: tuple[Any, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Unsettled:
+    """A request whose reply did not come in time."""
+
+    connection: Connection
+    uid: int
+    block_ids: BlockIds
+
+
+class _Base:
+    """What both ways share: requests that know a forgotten registration, and lookups."""
+
+    def __init__(self, link: ServerLink) -> None:
+        self._link = link
+        self._info: ServerInfo | None = None
+        # 63 random bits: process ids repeat from container to container.
+        self.instance_id = secrets.randbits(63)
+        self._unsettled: list[_Unsettled] = []
+        self._lock = threading.Lock()
+
+    @property
+    def _is_kvshm(self) -> bool:
+        return self._info is not None and self._info.is_kvshm
+
+    def _request(self, operation: str, *payload: Any, block_ids: BlockIds | None = None) -> Any:
+        """One request; blocks that it copies from or to are remembered if its reply does not come in time."""
+        connections = self._link.connections
+        deadline = time.monotonic() + connections.timeout_s
+        connection = connections.take()
+        uid = -1
+        try:
+            uid = connection.send(FRAMES[operation], [wire.pack(value) for value in payload], deadline)
+            reply = connection.receive(uid, deadline, operation)
+        except ServerTimeoutError:
+            if block_ids is None:
+                connections.discard(connection)
+            else:
+                with self._lock:
+                    self._unsettled.append(_Unsettled(connection, uid, block_ids))
+            raise
+        except BaseException:
+            connections.discard(connection)
+            raise
+        connections.give(connection)
+        if reply.reason is not None:
+            kind = NotRegisteredError if NOT_REGISTERED in reply.reason else CacheServerError
+            raise kind(f"{operation}: {reply.reason}")
+        return reply.result
+
+    def lookup(self, key: CacheKey, worker_id: int) -> int:
+        """Chunks found; this worker's are locked for one retrieve."""
+        if self._is_kvshm:
+            payload = (encode_key(key, as_bytes=True), self.instance_id, worker_id)
+            return int(self._request("kvshm_lookup", *payload))
+        self._link.lookup(key)
+        deadline = time.monotonic() + self._link.connections.timeout_s
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            found = self._link.wait_prefetch_status(key.request_id, left_s, timeout_s=left_s + 1.0)
+            if found is not None:
+                break
+            if not left_s:
+                raise ServerTimeoutError(f"the lookup {key.request_id} did not end in time")
+        # It has locked the chunks of all workers. The others look up and retrieve by themselves.
+        for other in range(key.world_size if found else 0):
+            if other != worker_id:
+                self._link.free_lookup_locks(replace(key, worker_id=other))
+        return found
+
+    def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
+        """Per kernel group, blocks that the server may still be reading or writing."""
+        with self._lock:
+            for late in list(self._unsettled):
+                # Gone, or answered: either way it no longer copies.
+                if not late.connection.is_connected or late.connection.poll(late.uid):
+                    self._unsettled.remove(late)
+                    self._link.connections.discard(late.connection)
+            blocks: list[set[int]] = [set() for _ in range(num_kernel_groups)]
+            for late in self._unsettled:
+                for group, ids in zip(blocks, late.block_ids, strict=True):
+                    group.update(ids.tolist())
+            return blocks
+
+    def _settle_all(self) -> None:
+        with self._lock:
+            for late in self._unsettled:
+                self._link.connections.discard(late.connection)
+            self._unsettled.clear()
+
+
+class ServerDrivenTransfers(_Base):
+    """The server maps the engine's caches, which lie in shared memory, and copies."""
+
+    def __init__(self, link: ServerLink, registered: Registered) -> None:
+        super().__init__(link)
+        self._registered = registered
+
+    def register(self, info: ServerInfo) -> None:
+        """Register with this server."""
+        self._info = info
+        what = self._registered
+        self._link.register_kv_cache(
+            self.instance_id,
+            what.wrappers,
+            what.model_name,
+            what.world_size,
+            what.engine_type,
+            what.layout_hints,
+            what.engine_group_infos,
+        )
+
+    def unregister(self, timeout_s: float | None = None) -> None:
+        """Unregister."""
+        self._link.unregister_kv_cache(self.instance_id, timeout_s=timeout_s)
+        self._settle_all()
+
+    def store(self, key: CacheKey, block_ids: BlockIds) -> int:
+        """Chunks that are cached now."""
+        return self._copy("store", key, block_ids)
+
+    def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
+        """Chunks written: all or 0."""
+        if (
+            not self._is_kvshm
+            and not is_locked
+            and self.lookup(replace(key, worker_id=None), key.worker_id or 0)
+            < (key.end // (self._info.chunk_size if self._info else 1))
+        ):
+            self._link.free_lookup_locks(key)
+            return 0
+        return self._copy("retrieve", key, block_ids, skip_first_n_tokens)
+
+    def _copy(self, operation: str, key: CacheKey, block_ids: BlockIds, *more: Any) -> int:
+        info = self._info
+        assert info is not None
+        payload = [
+            encode_key(key, as_bytes=info.is_kvshm),
+            self.instance_id,
+            encode_block_ids(block_ids, as_bytes=info.is_kvshm),
+            _EVENT,
+            *more,
+        ]
+        if info.is_kvshm:
+            # Past this the server publishes nothing that it gathered: the engine may have changed the blocks by then.
+            payload.append(time.monotonic_ns() + int(self._link.connections.timeout_s * 1e9) + info.clock_offset_ns)
+        handle, ok = self._request(operation, *payload, block_ids=block_ids)
+        if not ok and not handle:
+            # How a real LMCache server answers an engine that it does not know.
+            raise NotRegisteredError(f"{operation}: the server refused instance {self.instance_id}")
+        return key.end // info.chunk_size if ok else 0
+
+
+class EngineDrivenTransfers(_Base):
+    """This process copies, between its caches in any memory and slots of the server's pool.
+
+    Args:
+        context: The engine's cache, with one object group of whole chunks.
+        null_block_id: A chunk that has only this block in a group ends what is stored.
+    """
+
+    def __init__(
+        self, link: ServerLink, context: CPUCacheContext, model_name: str, world_size: int, null_block_id: int
+    ) -> None:
+        super().__init__(link)
+        self._context = context
+        self._manager = context.kv_layer_groups_manager
+        self._model_name = model_name
+        self._world_size = world_size
+        self._null_block_id = null_block_id
+        self._pool: NDArray[np.uint8] | None = None
+        self._nbytes = self._manager.object_nbytes(0)
+
+    def register(self, info: ServerInfo) -> None:
+        """Register with this server and map its pool."""
+        self._info = info
+        # From here on no transfer under way takes slots of the new server for slots of the old pool.
+        self._pool = None
+        spec = asdict(self._spec())
+        if not info.is_kvshm:
+            del spec["layout_fingerprint"]
+        reply = self._link.register_kv_cache_engine_driven_context(spec)
+        name, nbytes = reply.get("shm_name"), reply.get("pool_size")
+        if not name or not nbytes:
+            raise CacheServerError(
+                "the server has no pool in shared memory; start the LMCache server with --shm-name NAME (its other "
+                "way to take chunks, pickle, runs code that the other side sends)"
+            )
+        self._pool = Segment.attach(str(name), int(nbytes)).array((int(nbytes),), "uint8")
+
+    def unregister(self, timeout_s: float | None = None) -> None:
+        """Unregister and let go of the pool."""
+        self._link.unregister_kv_cache_engine_driven_context(self.instance_id, timeout_s=timeout_s)
+        self._pool = None
+
+    def store(self, key: CacheKey, block_ids: BlockIds) -> int:
+        """Chunks that are cached now."""
+        self._check_ids(block_ids)
+        num_chunks = self._storable(block_ids, key.end // self._context.lmcache_tokens_per_chunk)
+        if not num_chunks:
+            return 0
+        end = num_chunks * self._context.lmcache_tokens_per_chunk
+        key = replace(key, token_ids=key.token_ids[:end], end=end)
+        payload = [encode_key(key, as_bytes=self._is_kvshm), self.instance_id]
+        pool, started = self._mapped_pool(), time.monotonic()
+        context = dict(self._request("prepare_store", *payload)).get("context") or {}
+        slots, indices = context.get("slots"), context.get("chunk_indices")
+        if slots is None or indices is None:
+            return 0
+        if not slots:
+            return num_chunks
+        chunks: list[NDArray[np.uint8] | None] = [None] * num_chunks
+        for slot, index in zip(slots, indices, strict=True):
+            chunks[index] = self._slot(pool, slot)
+        self._check_loan(pool, started)
+        gather_chunks(self._context, self._cut(block_ids, num_chunks), chunks)
+        return num_chunks if self._request("commit_store", *payload, b"") else 0
+
+    def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
+        """Chunks written: all or 0."""
+        self._check_ids(block_ids)
+        num_chunks = key.end // self._context.lmcache_tokens_per_chunk
+        if (
+            not self._is_kvshm
+            and not is_locked
+            and self.lookup(replace(key, worker_id=None), key.worker_id or 0) < num_chunks
+        ):
+            self._link.free_lookup_locks(key)
+            return 0
+        payload = [encode_key(key, as_bytes=self._is_kvshm), self.instance_id]
+        pool, started = self._mapped_pool(), time.monotonic()
+        reply = dict(self._request("prepare_retrieve", *payload))
+        if not reply.get("success"):
+            return 0
+        slots = reply["context"]["slots"]
+        try:
+            if len(slots) != num_chunks:
+                raise CacheServerError(f"the server lent {len(slots)} slots for {num_chunks} chunks")
+            self._check_loan(pool, started)
+            scatter_chunks(
+                self._context,
+                self._cut(block_ids, num_chunks),
+                [self._slot(pool, slot) for slot in slots],
+                0,
+                skip_first_n_tokens,
+                self._null_block_id,
+            )
+        finally:
+            is_good = self._request("commit_retrieve", *payload)
+        return num_chunks if is_good else 0
+
+    def _spec(self) -> EngineDrivenSpec:
+        """Sizes as LMCache's engines tell them; where those cannot say it, a chunk is so many bytes of its own kind."""
+        groups = self._manager.kernel_groups
+        first = groups[0]
+        fingerprint = repr(
+            [(group.layer_indices, group.format, group.dtype, group.tokens_per_block) for group in groups]
+        )
+        if len(groups) == 1 and first.shape_desc.kv_size in (1, 2):
+            return EngineDrivenSpec(
+                self.instance_id,
+                self._model_name,
+                self._world_size,
+                first.tokens_per_block,
+                first.num_layers,
+                first.hidden_dim_size,
+                dtype_name(first.dtype),
+                first.shape_desc.kv_size == 1,
+                self._manager.get_slots_per_chunk_in_sw(0),
+            )
+        return EngineDrivenSpec(
+            self.instance_id,
+            self._model_name,
+            self._world_size,
+            first.tokens_per_block,
+            1,
+            self._nbytes,
+            "uint8",
+            True,
+            1,
+            fingerprint.encode(),
+        )
+
+    def _storable(self, block_ids: BlockIds, num_chunks: int) -> int:
+        """Chunks before the first that has no data in one of the groups."""
+        masks = all_null_chunk_masks(
+            [ids.tolist() for ids in block_ids],
+            [ObjectGroupInfo((index,)) for index in range(len(block_ids))],
+            [self._manager.blocks_per_chunk(index) for index in range(len(block_ids))],
+            num_chunks,
+            self._null_block_id,
+        )
+        return next((index for index in range(num_chunks) if any(mask[index] for mask in masks)), num_chunks)
+
+    def _cut(self, block_ids: BlockIds, num_chunks: int) -> list[NDArray[np.int64]]:
+        return [ids[: self._manager.blocks_per_chunk(index) * num_chunks] for index, ids in enumerate(block_ids)]
+
+    def _check_ids(self, block_ids: BlockIds) -> None:
+        """Refuse ids before slots are borrowed for them."""
+        for index, ids in enumerate(block_ids):
+            num_blocks = self._manager.get_shape_desc(index).nb
+            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+                raise ValueError(
+                    f"block ids of kernel group {index} reach from {ids.min()} to {ids.max()}, but there are "
+                    f"{num_blocks} blocks"
+                )
+
+    def _mapped_pool(self) -> NDArray[np.uint8]:
+        pool = self._pool
+        if pool is None:
+            raise NotRegisteredError(f"instance {self.instance_id} has no pool; register it again")
+        return pool
+
+    def _slot(self, pool: NDArray[np.uint8], slot: dict[str, Any]) -> NDArray[np.uint8]:
+        offset, nbytes = slot["offset"], slot["length"]
+        if nbytes != self._nbytes or not 0 <= offset <= pool.nbytes - nbytes:
+            raise CacheServerError(
+                f"the server lent bytes [{offset}, {offset + nbytes}) of a pool of {pool.nbytes} for a chunk of "
+                f"{self._nbytes}"
+            )
+        return pool[offset : offset + nbytes]
+
+    def _check_loan(self, pool: NDArray[np.uint8], started: float) -> None:
+        """Slots are of the pool that was mapped when they were asked for, and lent for a time, which is half over."""
+        assert self._info is not None
+        if self._pool is not pool:
+            raise CacheServerError("the server is another one by now; the slots that it lent are not used")
+        if time.monotonic() - started > self._info.prepare_ttl_s / 2:
+            raise CacheServerError("the server took too long to lend slots; they may be another's by now")
