@@ -22,6 +22,7 @@ __all__ = ["Room", "ShmFullError", "reserve", "rooms_of"]
 # A signal makes the kernel undo the reservation under way, so a step must be short against any interval timer:
 # at 4 GiB/s these 256 KiB take 60 microseconds.
 _STEP = 256 << 10
+_LARGE = 16 << 20  # looking for limits takes longer than reserving less than this
 _TURN_TIMEOUT_S = 10.0
 
 
@@ -128,7 +129,7 @@ def rooms_of(fd: int) -> list[Room]:
 
 def _try_reserve(fd: int, nbytes: int) -> bool:
     """Reserve the file's first ``nbytes`` bytes, or leave it empty and return False."""
-    if round_to_pages(nbytes) > min(room.free for room in rooms_of(fd)):
+    if nbytes >= _LARGE and round_to_pages(nbytes) > min(room.free for room in rooms_of(fd)):
         return False
     try:
         for start in range(0, nbytes, _STEP):

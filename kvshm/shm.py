@@ -390,8 +390,9 @@ class Segment:
         spec = ArraySpec(tuple(shape), steps, offset, as_dtype(dtype))
         if spec.byte_span > self._nbytes:
             raise ValueError(
-                f"array of shape {spec.shape} and stride {spec.stride} ({spec.dtype}) needs bytes [0, {spec.byte_span}) "
-                f"but segment {self.name!r} has {self._nbytes}; create it with nbytes >= {spec.byte_span}"
+                f"array of shape {spec.shape} and stride {spec.stride} ({spec.dtype}) needs bytes "
+                f"[0, {spec.byte_span}) but segment {self.name!r} has {self._nbytes}; create it with nbytes >= "
+                f"{spec.byte_span}"
             )
         return spec.view(self._mapping.bytes()[: self._nbytes])
 
