@@ -24,7 +24,9 @@ def _pack_other(value: Any) -> Any:
     if isinstance(value, ShmArrayWrapper):
         return msgpack.ExtType(WRAPPER_EXT_CODE, value.to_bytes())
     if isinstance(value, np.integer):
-        return int(value)
+        return int(value)  # of 64 bits at most
+    if isinstance(value, int):
+        raise WireError(f"integer {value} is beyond 64 bits")
     raise TypeError(
         f"cannot send {type(value).__name__}: a message holds None, bool, int, float, str, bytes, lists, "
         f"maps and ShmArrayWrapper"
@@ -41,13 +43,13 @@ def pack(obj: Any) -> bytes:
     """One value as MessagePack; wrappers in it become extension type 1.
 
     Raises:
-        WireError: An integer beyond 64 bits, or text that is no Unicode.
+        WireError: An integer beyond 64 bits, or text that is not Unicode.
         TypeError: A type that a message cannot hold.
     """
     try:
         return bytes(msgpack.packb(obj, default=_pack_other))
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise WireError(f"cannot be written as MessagePack: {error}") from error
+    except UnicodeEncodeError as error:
+        raise WireError(f"text is not Unicode: {error}") from error
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Any:

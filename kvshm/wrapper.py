@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import msgpack
@@ -45,6 +45,7 @@ _KEYS = frozenset({"type", "shm_name", "nbytes", "version", "metadata"})
 _METADATA_KEYS = frozenset({"dtype", "shape", "stride", "storage_offset", "device_uuid"})
 _MAX_RANK = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
 _MAX_NUMBER = 2**64 - 1
+_MAX_STRIDE_BYTES = 2**62
 _INT = {int}
 _CHECKED = ("dtype", "shape", "stride", "storage_offset", "nbytes")
 
@@ -144,24 +145,23 @@ class ShmArrayWrapper:
 
         Raises:
             FileNotFoundError, PermissionError, OSError: The segment cannot be opened; the text says why.
-            ValueError: The segment is smaller than ``nbytes``, or the numbers are beyond what NumPy can hold.
+            WireError: The segment is smaller than ``nbytes``, or the numbers are beyond what NumPy can hold.
         """
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        segment = shm.attach_mapping(self.shm_name, self.nbytes).bytes()
-        itemsize = self.dtype.itemsize
         try:
-            # ArraySpec.view, for the many layers of a cache: the bounds were checked when the fields came in.
-            strides = tuple([step * itemsize for step in self.stride])
-            array: Array = np.ndarray(self.shape, self.dtype, segment, self.storage_offset * itemsize, strides)
-        except OverflowError:
-            # A stride that no machine word holds passes the bounds only where it moves nothing.
-            tight = dense_strides(self.shape)
-            steps = [
-                step if size > 1 else dense for size, step, dense in zip(self.shape, self.stride, tight, strict=True)
-            ]
-            return ArraySpec(self.shape, tuple(steps), self.storage_offset, self.dtype).view(segment)
-        return array
+            if 0 in self.shape:
+                return np.empty(self.shape, self.dtype)
+            segment = shm.attach_mapping(self.shm_name, self.nbytes).bytes()
+            itemsize = self.dtype.itemsize
+            if max(self.stride, default=0) * itemsize <= _MAX_STRIDE_BYTES:
+                # ArraySpec.view, for the many layers of a cache: the bounds were checked when the fields came in.
+                strides = tuple([step * itemsize for step in self.stride])
+                array: Array = np.ndarray(self.shape, self.dtype, segment, self.storage_offset * itemsize, strides)
+                return array
+            # What no machine word holds passes the bounds only where it moves nothing: on axes of size 1.
+            pairs = zip(self.shape, self.stride, strict=True)
+            return replace(self.spec, stride=tuple([step if size > 1 else 0 for size, step in pairs])).view(segment)
+        except (ValueError, OverflowError) as error:
+            raise WireError(f"no array of shape {self.shape} and stride {self.stride} can be had: {error}") from error
 
     def to_bytes(self) -> bytes:
         """The descriptor as MessagePack."""
