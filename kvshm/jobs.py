@@ -1,14 +1,12 @@
 """Worker threads for copies, and how their results come back to the server's loop.
 
-Work runs in a thread; what is to be done with its result runs in the loop, which a byte in a pipe wakes. So the books
-are kept by one thread and need no lock.
+Work runs in a thread; what is to be done with its result runs in the loop, which is woken for it. So the books are kept
+by one thread and need no lock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import threading
 from collections import deque
@@ -32,14 +30,16 @@ class _Job:
 
 
 class JobPool:
-    """``num_threads`` daemon threads. ``fileno()`` becomes readable when :meth:`finish` has something to do."""
+    """Daemon threads.
 
-    def __init__(self, num_threads: int) -> None:
+    Args:
+        wake: Makes the loop call :meth:`finish` soon; any thread calls it.
+    """
+
+    def __init__(self, num_threads: int, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._results: deque[Callable[[], None]] = deque()
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._read_fd, False)
-        os.set_blocking(self._write_fd, False)
         self._threads = [
             threading.Thread(target=self._run, name=f"kvshm-worker-{index}", daemon=True)
             for index in range(num_threads)
@@ -47,10 +47,6 @@ class JobPool:
         self.num_unfinished = 0
         for thread in self._threads:
             thread.start()
-
-    def fileno(self) -> int:
-        """For a poller."""
-        return self._read_fd
 
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Run ``work`` in a thread, then ``done`` in the loop. Called by the loop."""
@@ -60,15 +56,10 @@ class JobPool:
     def call(self, callback: Callable[[], None]) -> None:
         """Run something in the loop. Any thread may call it."""
         self._results.append(callback)
-        # A full pipe is as good: the loop will wake.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write_fd, b"\0")
+        self._wake()
 
     def finish(self) -> None:
         """Run what waits for the loop. Called by the loop."""
-        with contextlib.suppress(BlockingIOError):
-            while len(os.read(self._read_fd, 4096)) == 4096:
-                pass
         while self._results:
             callback = self._results.popleft()
             try:
@@ -82,8 +73,6 @@ class JobPool:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        os.close(self._read_fd)
-        os.close(self._write_fd)
 
     def _run(self) -> None:
         while True:

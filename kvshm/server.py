@@ -25,7 +25,7 @@ import zmq
 
 from kvshm import wire
 from kvshm._version import __version__
-from kvshm.jobs import JobPool
+from kvshm.jobs import Done, JobPool
 from kvshm.pool_memory import PoolMemory
 from kvshm.protocol import (
     NO_RESULT,
@@ -36,6 +36,7 @@ from kvshm.protocol import (
     operation_of,
     parse_payload,
 )
+from kvshm.registrations import Registrations
 from kvshm.service import DEFERRED, CacheService, Settings
 from kvshm.slabs import SlabAllocator
 from kvshm.store import ChunkStore
@@ -43,9 +44,10 @@ from kvshm.store import ChunkStore
 __all__ = ["CacheServer"]
 
 _MAX_FRAME_NBYTES = 64 << 20  # a million token ids take 9 MB
-_MAX_BURST = 64  # requests read between two looks at finished copies
 _TICK_S = 0.5
-_POLL_MS = 250
+_IDLE_MS = 250
+_WAKER_ENDPOINT = "inproc://loop"
+_WAKER_ID = b"\0kvshm"
 _NIL = wire.pack(None)
 
 _logger = logging.getLogger("kvshm")
@@ -102,6 +104,7 @@ class CacheServer:
         self._endpoint: str | None = None
         self._stop = threading.Event()
         self._loop: threading.Thread | None = None
+        self._waker_lock = threading.Lock()
         self._started_at = time.monotonic()
         self._messages = {"requests": 0, "malformed": 0, "failed": 0}
 
@@ -137,11 +140,17 @@ class CacheServer:
             undo.callback(self._socket.close, 0)
             self._socket.setsockopt(zmq.LINGER, 500)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_NBYTES)
+            self._socket.setsockopt(zmq.RCVTIMEO, _IDLE_MS)
+            self._socket.bind(_WAKER_ENDPOINT)
+            self._waker = self._context.socket(zmq.DEALER)
+            undo.callback(self._waker.close, 0)
+            self._waker.setsockopt(zmq.IDENTITY, _WAKER_ID)
+            self._waker.connect(_WAKER_ENDPOINT)
             self._endpoint = _bind(self._socket, self._wanted_endpoint)
             undo.callback(self._forget_endpoint)
             self._pool = PoolMemory(SlabAllocator(self._capacity).nbytes, self._pool_name)
             undo.callback(self._pool.close)
-            self._jobs = JobPool(self._num_workers)
+            self._jobs = JobPool(self._num_workers, self._wake)
             undo.callback(self._jobs.close)
             self.service = CacheService(
                 self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit, self.status
@@ -171,6 +180,7 @@ class CacheServer:
         if self._http is not None:
             self._http.close()
         self._jobs.close()
+        self._waker.close(0)
         self._socket.close()
         self._context.term()
         self._forget_endpoint()
@@ -200,6 +210,15 @@ class CacheServer:
 
         self._jobs.call(run)
         return future.result(timeout_s)
+
+    @property
+    def registrations(self) -> Registrations:
+        """The engines. Read in the loop, see :meth:`call`."""
+        return self.service.registrations
+
+    def submit(self, work: Callable[[], Any], done: Done) -> None:
+        """Run work in a worker thread and ``done`` with its result in the loop. Called in the loop."""
+        self._jobs.submit(work, done)
 
     def status(self) -> dict[str, Any]:
         """How the server is, as ``kvshm status`` prints it. Called in the loop, see :meth:`call`."""
@@ -250,33 +269,33 @@ class CacheServer:
     # The loop
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._jobs.fileno(), zmq.POLLIN)
         next_tick = time.monotonic() + _TICK_S
         while not self._stop.is_set():
-            ready = dict(poller.poll(_POLL_MS))
-            if self._socket in ready:
-                self._read()
-            self._jobs.finish()
+            self._receive()
             if time.monotonic() >= next_tick:
                 self.service.tick()
                 next_tick = time.monotonic() + _TICK_S
         self.service.close()
         while self._jobs.num_unfinished:
-            poller.poll(_POLL_MS)
-            self._jobs.finish()
+            self._receive()
 
-    def _read(self) -> None:
-        for _ in range(_MAX_BURST):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
+    def _receive(self) -> None:
+        try:
+            frames = self._socket.recv_multipart()
+        except zmq.Again:
+            return
+        try:
+            if frames[0] == _WAKER_ID:
+                self._jobs.finish()
+            elif not self._stop.is_set():
                 self._handle(frames)
-            except Exception:  # one request must not end the service of all
-                _logger.exception("kvshm server: a request of %d frames failed", len(frames))
+        except Exception:  # one request must not end the service of all
+            _logger.exception("kvshm server: a request of %d frames failed", len(frames))
+
+    def _wake(self) -> None:
+        # Finished work comes the same way as requests, so the loop waits in one place and polls nothing.
+        with self._waker_lock, contextlib.suppress(zmq.Again):
+            self._waker.send(b"", zmq.NOBLOCK)
 
     def _handle(self, frames: list[bytes]) -> None:
         self._messages["requests"] += 1
@@ -301,9 +320,8 @@ class CacheServer:
 
     def _send(self, frames: list[bytes], failed: bool) -> None:
         self._messages["failed"] += failed
-        # A peer that does not read its replies loses them; it must not stop the others.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        # A ROUTER never waits: a peer that does not read its replies, or has gone, loses them.
+        self._socket.send_multipart(frames)
 
     def _reserve(self) -> None:
         with contextlib.suppress(OSError):
