@@ -12,11 +12,11 @@ import numpy as np
 from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
 from kvshm.context import CPUCacheContext
 from kvshm.engine import Engine
+from kvshm.engine_modes import EngineDrivenTransfers, Registered, ServerDrivenTransfers, Transfers
 from kvshm.formats import EngineType
 from kvshm.layout import EngineGroupInfo
 from kvshm.link import ServerLink
 from kvshm.operations import PlainOperations, ServerInfo
-from kvshm.transfers import EngineDrivenTransfers, Registered, ServerDrivenTransfers, Transfers
 from kvshm.wrapper import ShmArrayWrapper, wrap
 
 __all__ = ["CacheClient", "CacheServerError", "ServerTimeoutError", "ServerUnreachableError"]

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from kvshm import wire
 from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.engine_modes import NotRegisteredError, Transfers
 from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager, expand_engine_block_ids
 from kvshm.link import ServerLink
 from kvshm.operations import ServerInfo
 from kvshm.prefix import Ints, chunk_hashes, int64_array, token_array
 from kvshm.protocol import CacheKey
-from kvshm.transfers import NotRegisteredError, Transfers
 
 __all__ = ["BlockIds", "Engine"]
 

@@ -8,11 +8,8 @@ reply, also when it fails: then its failure value and one more frame that says w
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,11 +22,11 @@ import zmq
 
 from kvshm import wire
 from kvshm._version import __version__
+from kvshm.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.jobs import Done, JobPool
 from kvshm.pool_memory import PoolMemory
 from kvshm.protocol import (
     NO_RESULT,
-    OPERATIONS,
     Operation,
     ProtocolError,
     is_uid_frame,
@@ -37,8 +34,9 @@ from kvshm.protocol import (
     parse_payload,
 )
 from kvshm.registrations import Registrations
-from kvshm.service import DEFERRED, CacheService, Settings
+from kvshm.service import CacheService
 from kvshm.slabs import SlabAllocator
+from kvshm.state import DEFERRED, ServerState, Settings
 from kvshm.store import ChunkStore
 
 __all__ = ["CacheServer"]
@@ -94,7 +92,7 @@ class CacheServer:
             raise ValueError(f"capacity is {capacity} bytes; a cache needs at least 1")
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; at least 1 thread must copy")
-        self._wanted_endpoint = _checked_endpoint(endpoint, allow_remote)
+        self._wanted_endpoint = checked_endpoint(endpoint, allow_remote)
         self._capacity = capacity
         self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s)
         self._num_workers = num_workers or max(2, min(4, os.cpu_count() or 1))
@@ -146,16 +144,14 @@ class CacheServer:
             undo.callback(self._waker.close, 0)
             self._waker.setsockopt(zmq.IDENTITY, _WAKER_ID)
             self._waker.connect(_WAKER_ENDPOINT)
-            self._endpoint = _bind(self._socket, self._wanted_endpoint)
+            self._endpoint = bind(self._socket, self._wanted_endpoint)
             undo.callback(self._forget_endpoint)
             self._pool = PoolMemory(SlabAllocator(self._capacity).nbytes, self._pool_name)
             undo.callback(self._pool.close)
             self._jobs = JobPool(self._num_workers, self._wake)
             undo.callback(self._jobs.close)
-            self.service = CacheService(
-                self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit, self.status
-            )
-            self._operations = {operation.name: getattr(self.service, operation.name) for operation in OPERATIONS}
+            self._state = ServerState(self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit)
+            self._service = CacheService(self._state, self.status)
             if self._http_port is not None:
                 from kvshm.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
 
@@ -214,7 +210,7 @@ class CacheServer:
     @property
     def registrations(self) -> Registrations:
         """The engines. Read in the loop, see :meth:`call`."""
-        return self.service.registrations
+        return self._state.registrations
 
     def submit(self, work: Callable[[], Any], done: Done) -> None:
         """Run work in a worker thread and ``done`` with its result in the loop. Called in the loop."""
@@ -222,11 +218,11 @@ class CacheServer:
 
     def status(self) -> dict[str, Any]:
         """How the server is, as ``kvshm status`` prints it. Called in the loop, see :meth:`call`."""
-        service, now = self.service, time.monotonic()
-        store = service.objects
+        state, now = self._state, time.monotonic()
+        store = state.objects
         return {
             "version": __version__,
-            "boot_token": service.boot_token,
+            "boot_token": self._service.boot_token,
             "endpoint": self._endpoint,
             "uptime_s": round(now - self._started_at, 3),
             "chunk_size": self._settings.chunk_size,
@@ -244,7 +240,7 @@ class CacheServer:
                 "unfinished": store.num_unfinished,
                 **asdict(store.stats),
             },
-            "lookups": {"open": len(service.pins), "read_locks": service.pins.num_pins},
+            "lookups": {"open": len(state.pins), "read_locks": state.pins.num_pins},
             "jobs": self._jobs.num_unfinished,
             "instances": [
                 {
@@ -259,11 +255,11 @@ class CacheServer:
                     "prepared_retrieves": sum(map(len, registration.reading.values())),
                     "layout": registration.layout.fingerprint.hex(),
                 }
-                for registration in service.registrations
+                for registration in state.registrations
             ],
-            "counters": asdict(service.counters),
+            "counters": asdict(state.counters),
             "messages": dict(self._messages),
-            "last_error": service.last_error,
+            "last_error": state.last_error,
         }
 
     # The loop
@@ -273,9 +269,9 @@ class CacheServer:
         while not self._stop.is_set():
             self._receive()
             if time.monotonic() >= next_tick:
-                self.service.tick()
+                self._service.tick()
                 next_tick = time.monotonic() + _TICK_S
-        self.service.close()
+        self._service.close()
         while self._jobs.num_unfinished:
             self._receive()
 
@@ -305,7 +301,7 @@ class CacheServer:
         call = _Call(self._send, frames[:3])
         try:
             call.operation = operation = operation_of(frames[2])
-            result = self._operations[operation.name](call, *parse_payload(operation, frames[3:]))
+            result = self._service.operations[operation.name](call, *parse_payload(operation, frames[3:]))
         except ProtocolError as error:
             self._messages["malformed"] += 1
             call.fail(str(error))
@@ -329,9 +325,8 @@ class CacheServer:
         self._pool.reserve_all(self._stop)
 
     def _forget_endpoint(self) -> None:
-        if self._endpoint is not None and self._endpoint.startswith("ipc://"):
-            with contextlib.suppress(OSError):
-                os.unlink(self._endpoint.removeprefix("ipc://"))
+        if self._endpoint is not None:
+            remove_socket_file(self._endpoint)
         self._endpoint = None
 
 
@@ -352,59 +347,3 @@ class _Call:
         failure = NO_RESULT if self.operation is None else self.operation.failure
         value = _NIL if failure is NO_RESULT else wire.pack(failure)
         self.send([*self.head, value, wire.pack(reason)], True)
-
-
-def _checked_endpoint(endpoint: str, allow_remote: bool) -> str:
-    scheme, _, address = endpoint.partition("://")
-    if scheme == "ipc" and address:
-        return endpoint
-    host, _, port = address.rpartition(":")
-    if scheme != "tcp" or not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"endpoint {endpoint!r} is none; give tcp://127.0.0.1:PORT or ipc://PATH")
-    if host == "localhost":
-        host = "127.0.0.1"
-    try:
-        is_local = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local:
-        if not allow_remote:
-            raise ValueError(
-                f"endpoint {endpoint!r} is not a loopback address, and whoever reaches it can read and change the "
-                f"cache; give allow_remote=True (kvshm serve --allow-remote) if that is meant"
-            )
-        _logger.warning("kvshm server: %s may be reached from other hosts; there is no authentication", endpoint)
-    return f"tcp://{host}:{port}"
-
-
-def _bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
-    """Bind, and give the address with the port really taken.
-
-    Raises:
-        OSError: It is taken, or no address of this host.
-    """
-    path = endpoint.removeprefix("ipc://")
-    if path != endpoint and _is_served(path):
-        raise OSError(errno.EADDRINUSE, f"another server listens on {endpoint}; stop it or give another path")
-    if "[" in endpoint:
-        sock.setsockopt(zmq.IPV6, 1)
-    try:
-        sock.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise OSError(
-            error.errno, f"cannot listen on {endpoint}: {error.strerror}; give another port or path"
-        ) from None
-    if path != endpoint:
-        os.chmod(path, 0o600)
-    return sock.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def _is_served(path: str) -> bool:
-    """Whether somebody accepts connections there. ZeroMQ would take the path over without a word."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True

@@ -1,0 +1,277 @@
+"""What all operations of the cache server share: its books, its settings, and what is derived from a request's key.
+
+One thread, the server's loop, uses everything here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshm.context import CPUCacheContext
+from kvshm.jobs import Done
+from kvshm.pins import LookupPins, PinKey
+from kvshm.pool_memory import PoolMemory
+from kvshm.prefix import chunk_hashes
+from kvshm.protocol import CacheKey
+from kvshm.registrations import ChunkLayout, Registration, Registrations, object_keys
+from kvshm.store import ChunkStore, Entry
+
+__all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "worker_of"]
+
+DEFERRED = object()
+"""What an operation returns that answers its call later."""
+
+_logger = logging.getLogger("kvshm")
+
+
+class Refused(ValueError):
+    """A request that cannot be served; its text goes to the client."""
+
+
+class Call(Protocol):
+    """One request, to be answered once."""
+
+    def answer(self, result: Any) -> None:
+        """Send the result."""
+
+    def fail(self, reason: str) -> None:
+        """Send the operation's failure value and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an operator may choose. Times in seconds.
+
+    Raises:
+        ValueError: A number that makes no sense.
+    """
+
+    chunk_size: int = 256  # tokens
+    null_block_id: int = 0
+    reap_after_s: float = 30.0  # silence of an engine that ever pinged
+    grace_s: float = 3600.0  # silence of one that never did
+    pin_ttl_s: float = 300.0  # of a lookup's read locks
+    prepare_ttl_s: float = 600.0  # of slots lent to an engine that copies by itself
+
+    def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size} tokens; it must be at least 1")
+        for name in ("reap_after_s", "grace_s", "pin_ttl_s", "prepare_ttl_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the start."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    stores: int = 0
+    stored_bytes: int = 0
+    retrieves: int = 0
+    retrieved_bytes: int = 0
+    failed_stores: int = 0
+    failed_retrieves: int = 0
+    late_stores: int = 0  # finished after their client had given up: not published
+    expired_lookups: int = 0
+    expired_slots: int = 0
+    reaped: int = 0
+
+
+@dataclass(slots=True)
+class ServerState:
+    """The books of a server.
+
+    Args:
+        run: Takes work for another thread, and what the loop does with its result.
+    """
+
+    settings: Settings
+    objects: ChunkStore
+    pool: PoolMemory
+    run: Callable[[Callable[[], Any], Done], None]
+    clock: Callable[[], float] = time.monotonic
+    counters: Counters = field(default_factory=Counters)
+    last_error: str = ""
+    registrations: Registrations = field(init=False)
+    pins: LookupPins = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.registrations = Registrations(self.settings.reap_after_s, self.settings.grace_s)
+        self.pins = LookupPins(self.objects, self.settings.pin_ttl_s)
+
+    # Keys
+
+    def chunks_in_range(self, key: CacheKey) -> range:
+        """Full chunks of the key's range, counted from the first token."""
+        size = self.settings.chunk_size
+        return range(-(-key.start // size), key.end // size)
+
+    def hashes_in_range(self, key: CacheKey) -> list[bytes]:
+        """Hashes of those chunks.
+
+        Raises:
+            Refused: The range ends beyond the tokens.
+        """
+        if key.end > key.token_ids.size:
+            raise Refused(f"the range ends at token {key.end} but {key.token_ids.size} token ids came")
+        hashes = chunk_hashes(key.token_ids[: key.end], self.settings.chunk_size)
+        chunks = self.chunks_in_range(key)
+        return hashes[chunks.start : chunks.stop]
+
+    # Engines
+
+    def registration(self, instance_id: int) -> Registration:
+        """The engine of an id, its lease renewed. KeyError: there is none."""
+        return self.registrations.get(instance_id, self.clock())
+
+    def enter(self, registration: Registration) -> None:
+        """Enter an engine in place of the one that had its id."""
+        previous = self.registrations.add(registration)
+        if previous is not None:
+            self.retire(previous, lambda: None)
+
+    def retire(self, registration: Registration, then: Callable[[], None]) -> None:
+        """Take the lent slots back, and close the context once no copy runs on it."""
+        self.expire_slots(registration, float("inf"))
+
+        def close() -> None:
+            context, registration.context = registration.context, None
+            if context is None:
+                then()
+            else:
+                self.close_context(context, then)
+
+        registration.when_idle(close)
+
+    def close_context(self, context: CPUCacheContext, then: Callable[[], None]) -> None:
+        """Unmap an engine's cache. In another thread: unmapping gigabytes takes longer than a ping may."""
+        holder = [context]
+
+        def work() -> None:
+            holder.pop().close()
+
+        self.run(work, lambda result, reason: then())
+
+    def expire_slots(self, registration: Registration, now: float) -> None:
+        """Take back the slots that have been lent for too long."""
+        for identity, prepared in list(registration.prepared.items()):
+            if prepared.deadline < now:
+                del registration.prepared[identity]
+                self.objects.abort(prepared.reservation)
+                self.counters.expired_slots += len(prepared.reservation.new)
+        for identity, reads in list(registration.reading.items()):
+            for read in [read for read in reads if read.deadline < now]:
+                reads.remove(read)
+                self.objects.release(read.entries)
+            if not reads:
+                del registration.reading[identity]
+
+    # Objects
+
+    def bytes_of(self, entry: Entry) -> NDArray[np.uint8]:
+        """An object's bytes in the pool."""
+        return self.pool.bytes[entry.offset : entry.offset + entry.nbytes]
+
+    def longest_hit(self, key: CacheKey, layout: ChunkLayout, hashes: list[bytes]) -> tuple[int, dict[PinKey, Entry]]:
+        """The longest prefix in chunks that all workers and object groups have, and the objects it needs."""
+        limit = len(hashes)
+        rows: dict[tuple[int, int], list[Entry | None]] = {}
+        windowed: list[tuple[int, list[int]]] = []
+        for worker_id in range(key.world_size):
+            for group in layout.served_groups:
+                if not limit:
+                    return 0, {}
+                names = object_keys(key, worker_id, layout, group, hashes[:limit])
+                row = rows[worker_id, group] = [self._fitting(name, layout.group_nbytes[group]) for name in names]
+                window = layout.group_windows[group]
+                if window < 0:
+                    limit = next((index for index, entry in enumerate(row) if entry is None), len(row))
+                else:
+                    windowed.append((window, _run_lengths(row)))
+        while limit and any(runs[limit - 1] < min(window, limit) for window, runs in windowed):
+            limit -= 1
+        found = {
+            PinKey(worker_id, group, index): entry
+            for (worker_id, group), row in rows.items()
+            for index in layout.needed_chunks(group, limit)
+            if (entry := row[index]) is not None
+        }
+        return limit, found
+
+    def cached(
+        self, key: CacheKey, worker_id: int, layout: ChunkLayout, hashes: list[bytes]
+    ) -> dict[int, list[Entry | None]]:
+        """Per served object group the objects of these chunks; None where the window does not reach.
+
+        Raises:
+            Refused: One is missing.
+        """
+        found = {}
+        for group in layout.served_groups:
+            names = object_keys(key, worker_id, layout, group, hashes)
+            needed = layout.needed_chunks(group, len(names))
+            entries = [
+                self._fitting(name, layout.group_nbytes[group]) if index in needed else None
+                for index, name in enumerate(names)
+            ]
+            missing = sum(1 for index in needed if entries[index] is None)
+            if missing:
+                raise Refused(f"{missing} of {len(needed)} chunks are not cached in object group {group}")
+            found[group] = entries
+        return found
+
+    def _fitting(self, name: bytes, nbytes: int) -> Entry | None:
+        entry = self.objects.get(name)
+        if entry is None or entry.nbytes == nbytes:
+            return entry
+        self.record(f"a cached chunk has {entry.nbytes} bytes, this layout's have {nbytes}: it is taken as missing")
+        return None
+
+    # Records
+
+    def record(self, reason: str) -> str:
+        """Remember what went wrong last; gives it back."""
+        self.last_error = reason
+        _logger.info("kvshm server: %s", reason)
+        return reason
+
+    def no_room(self) -> Refused:
+        """The refusal of a store for which there is no room."""
+        self.counters.failed_stores += 1
+        allocator = self.objects.allocator
+        return Refused(
+            self.record(
+                f"no room: {allocator.busy_nbytes} of {allocator.nbytes} bytes are pinned or being written; "
+                f"raise the capacity or store less at once"
+            )
+        )
+
+
+def worker_of(key: CacheKey) -> int:
+    """The worker that a key is about.
+
+    Raises:
+        Refused: It is about all.
+    """
+    if key.worker_id is None:
+        raise Refused("worker_id is nil; only lookups are about all workers")
+    return key.worker_id
+
+
+def _run_lengths(row: list[Entry | None]) -> list[int]:
+    """Per chunk, how many present ones end with it."""
+    runs, length = [], 0
+    for entry in row:
+        length = 0 if entry is None else length + 1
+        runs.append(length)
+    return runs
