@@ -213,9 +213,12 @@ def move_to_segment(array: Array) -> Home:
         ValueError: The memory cannot be moved; the text says why. Nothing has changed.
         OSError: No room for the segment.
     """
-    start, nbytes = address_of(array), array.nbytes
-    _check_movable(array, start, nbytes)
-    owner = root_of(array)
+    start, nbytes, owner = address_of(array), array.nbytes, root_of(array)
+    with shm.table_lock():
+        home = home_of(array)
+        if home is not None:  # another thread was faster, as it may be again below
+            return home
+        _check_movable(array, start, nbytes)
     fd, name, key = shm.create_owned(nbytes)
     try:
         flat = array.reshape(-1).view(np.uint8).data
@@ -228,7 +231,7 @@ def move_to_segment(array: Array) -> Home:
             if home is None:
                 _replace(fd, _Moved(name, key, start, nbytes, owner))
                 return Home(name, start, nbytes)
-        shm.unlink_owned(key)  # another thread has moved it meanwhile
+        shm.unlink_owned(key)
         return home
     except BaseException:
         shm.unlink_owned(key)

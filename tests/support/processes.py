@@ -114,7 +114,8 @@ class Peer:
         """End it normally; it must not complain."""
         if self.process.returncode is None:
             _, stderr = self.process.communicate(timeout=60)
-            assert (self.process.returncode, stderr) == (0, "")
+            returncode: int | None = self.process.returncode
+            assert (returncode, stderr) == (0, "")
 
     def __enter__(self) -> Peer:
         return self

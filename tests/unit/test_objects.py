@@ -103,7 +103,7 @@ def test_a_segment_has_bytes(nbytes: int, segment_name: str) -> None:
 
 
 def test_opening_what_is_not_there_explains_itself_and_creates_nothing(segment_name: str) -> None:
-    with pytest.raises(FileNotFoundError, match="containers must share it.*RemoveIPC"):
+    with pytest.raises(FileNotFoundError, match=r"containers must share it.*RemoveIPC"):
         open_object(segment_name)
     assert not exists(segment_name)
 
@@ -160,7 +160,8 @@ def test_a_name_that_leads_elsewhere_by_now_is_not_unlinked(segment_name: str) -
 def test_a_sweeper_that_comes_before_the_lock_makes_the_creator_start_again(
     segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, swept = fcntl.flock, []
+    flock = fcntl.flock
+    swept: list[str] = []
 
     def sweep_first(fd: int, operation: int) -> None:
         if operation == fcntl.LOCK_EX and not swept:
@@ -179,7 +180,8 @@ def test_a_sweeper_that_comes_before_the_lock_makes_the_creator_start_again(
 def test_a_sweeper_that_comes_between_the_locks_makes_the_creator_start_again(
     segment_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flock, swept = fcntl.flock, []
+    flock = fcntl.flock
+    swept: list[str] = []
 
     def sweep_between(fd: int, operation: int) -> None:
         if operation == fcntl.LOCK_SH and not swept:

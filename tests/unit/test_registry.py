@@ -18,7 +18,7 @@ def test_the_host_registers_itself() -> None:
 
 
 def test_unknown_devices_are_an_error_that_lists_the_known() -> None:
-    with pytest.raises(LookupError, match="'npu'; known are 'cpu'. kvshm.register_wrapper"):
+    with pytest.raises(LookupError, match=r"'npu'; known are 'cpu'. kvshm.register_wrapper"):
         kvshm.resolve_wrapper_factory("npu")
 
 

@@ -54,7 +54,7 @@ def test_a_smaller_length_is_meant_and_kept() -> None:
     with Segment.create(1000) as segment:
         part = Segment.attach(segment.name, 10)
         assert part.nbytes == 10
-        with pytest.raises(ValueError, match="but segment .* has 10;"):
+        with pytest.raises(ValueError, match=r"but segment .* has 10;"):
             part.array((11,), "uint8")
 
 
@@ -110,7 +110,7 @@ def test_a_taken_name_and_a_missing_one(segment_name: str) -> None:
 
 def test_room_is_checked_first(segment_name: str) -> None:
     free = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize
-    with pytest.raises(kvshm.ShmFullError, match="--shm-size.*Kubernetes") as caught:
+    with pytest.raises(kvshm.ShmFullError, match=r"--shm-size.*Kubernetes") as caught:
         Segment.create(1 << 60, segment_name)
     error = caught.value
     assert (error.errno, error.requested) == (errno.ENOSPC, 1 << 60)

@@ -322,7 +322,7 @@ def test_byte_access_to_dtypes_that_have_no_buffers() -> None:
     mapped = kvshm.wrap(array).to_array()
     assert mapped.view(np.uint16).tolist() == [0x3F80, 0x7FC1, 0xFFFF, 0x8000]
     with pytest.raises((BufferError, ValueError, RuntimeError)):
-        memoryview(array).cast("B")
+        memoryview(array).cast("B")  # type: ignore[arg-type]
     with pytest.raises(BufferError):
         np.from_dlpack(array)
     assert np.from_dlpack(array.view(np.uint16)).tolist() == [0x3F80, 0x7FC1, 0xFFFF, 0x8000]

@@ -35,7 +35,7 @@ MENDED = {
 FIELDS = ("shm_name", "nbytes", "dtype", "shape", "stride", "storage_offset", "device_uuid")
 
 
-def cases(function: str) -> Any:
+def cases(function: str) -> pytest.MarkDecorator:
     chosen = [case for case in CASES if case["fn"] == function]
     assert chosen
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case["id"] + " " + case["why"])
@@ -132,7 +132,7 @@ def test_wrap(case: dict[str, Any]) -> None:
         spec = ArraySpec(tuple(leaf["shape"]), tuple(leaf["stride"]), leaf["offset"], dtype_from_name(leaf["dtype"]))
         array = spec.view(segments[leaf["storage"]])
         if not array.shape or "padded rows" in case["why"]:
-            with pytest.raises(ValueError, match="rank 0|only the first axis may be padded"):
+            with pytest.raises(ValueError, match=r"rank 0|only the first axis may be padded"):
                 kvshm.wrap(array)
             continue
         wrapper = kvshm.wrap(array)
