@@ -16,7 +16,7 @@ import numpy as np
 
 from kvshm import pages
 from kvshm.capacity import ShmFullError, rooms_of
-from kvshm.objects import open_object
+from kvshm.objects import SHM_DIR, open_object
 from kvshm.shm import Segment
 
 __all__ = ["PoolMemory"]
@@ -35,16 +35,13 @@ class PoolMemory:
     """
 
     def __init__(self, nbytes: int, name: str | None = None) -> None:
+        _check_room(nbytes)
         self._segment = Segment.create(nbytes, name, reserve=False)
         try:
             self._fd = open_object(self._segment.name)
         except BaseException:
             self._segment.unlink()
             raise
-        rooms = rooms_of(self._fd)
-        if min(room.free for room in rooms) < nbytes:
-            self.close()
-            raise ShmFullError(nbytes, rooms)
         self.bytes: np.ndarray[Any, Any] = self._segment.array((nbytes,), "uint8")
         self.reserved_nbytes = 0  # all before this is reserved; parts behind it may be too
         self.error: str | None = None
@@ -92,3 +89,13 @@ class PoolMemory:
             os.close(self._fd)
             self._fd = -1
         self._segment.unlink()
+
+
+def _check_room(nbytes: int) -> None:
+    fd = os.open(SHM_DIR, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        rooms = rooms_of(fd)
+    finally:
+        os.close(fd)
+    if min(room.free for room in rooms) < nbytes:
+        raise ShmFullError(nbytes, rooms)

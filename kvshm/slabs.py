@@ -23,7 +23,9 @@ __all__ = ["CELL_ALIGNMENT", "Cell", "SlabAllocator"]
 CELL_ALIGNMENT = 64  # bytes: a cache line, and a multiple of every item size
 _MAX_GRANULES = 4096  # bounds the search for a window
 _MAX_SLAB_GRANULES = 64
-_SLACK = 64  # a slab may leave 1/64 of itself unused
+_MAX_WASTE = 1 / 64  # share of a slab that may stay unused
+_SLACK_SHARE = 16
+_MAX_SLACK_NBYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +60,9 @@ class _SizeClass:
 
 
 class SlabAllocator:
-    """Hands out cells of a pool of ``capacity`` bytes; ``nbytes`` is what the pool needs, rounding included.
+    """Hands out cells of a pool of ``capacity`` bytes; ``nbytes`` is what the pool needs.
+
+    That is a little more than the capacity, so that a pool for n objects of any size holds n, aligned as they are.
 
     >>> allocator = SlabAllocator(1 << 20)
     >>> cell = allocator.take(1000)
@@ -70,7 +74,7 @@ class SlabAllocator:
         granule = CELL_ALIGNMENT
         while granule * _MAX_GRANULES < capacity:
             granule *= 2
-        num_granules = -(-capacity // granule)
+        num_granules = -(-(capacity + min(capacity // _SLACK_SHARE, _MAX_SLACK_NBYTES)) // granule)
         self.granule = granule
         self.nbytes = num_granules * granule
         self.busy_nbytes = 0
@@ -204,7 +208,7 @@ class SlabAllocator:
             waste = nbytes % cell_nbytes / nbytes
             if waste < best_waste:
                 best, best_waste = num_granules, waste
-            if waste <= 1 / _SLACK:
+            if waste <= _MAX_WASTE:
                 break
         return best
 
