@@ -75,11 +75,13 @@ class Engine:
         self._world_size = world_size
         self._worker_id = worker_id
         self._cache_salt = cache_salt
+        self._key(np.empty(0, np.int64), "", worker_id)  # refuses a wrong salt now
         self._raises = raises
         self._lock = threading.RLock()
         self._lookups: deque[_Lookup] = deque()
         self._generation = 0  # registrations so far
         self._is_registered = False
+        self._is_over = False  # the caller has unregistered it
 
     @property
     def instance_id(self) -> int:
@@ -174,11 +176,12 @@ class Engine:
         """Let the server forget this engine; done once it no longer touches its memory. Idempotent."""
         if self._link.is_inherited:
             return
+        self._is_over = True
         self._link.remove(self)
         with self._lock:
             if self._is_registered:
                 self._is_registered = False
-                self._attempt(self._transfers.unregister, is_needed=self._link.is_up)
+                self._attempt(self._transfers.unregister, is_farewell=True)
 
     def __enter__(self) -> Engine:
         return self
@@ -225,14 +228,14 @@ class Engine:
 
     # Helpers
 
-    def _attempt(self, work: Callable[[], int | None], *, is_needed: bool = True) -> int:
+    def _attempt(self, work: Callable[[], int | None], *, is_farewell: bool = False) -> int:
         """Do something with the server; 0 where that fails. Registers again where the server has forgotten us."""
         if self._link.is_inherited:
             raise RuntimeError(
                 f"engine {self.instance_id} was registered by the parent of this process; make a client and register "
                 f"here"
             )
-        if not is_needed or not self._link.is_up:
+        if not self._link.is_up or (self._is_over and not is_farewell):
             return 0
         generation = self._generation
         try:
@@ -241,7 +244,7 @@ class Engine:
             except NotRegisteredError:
                 with self._lock:
                     if self._generation == generation:  # else another thread has registered again
-                        self.register_with(self._link.info())
+                        self.register_with(self._link.info(again=True))
                 return work() or 0
         except (ServerTimeoutError, ServerUnreachableError) as error:
             self._link.mark_down(error)

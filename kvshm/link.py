@@ -65,14 +65,14 @@ class ServerLink(PlainOperations):
         """Whether this process is a forked child of the one that made the link."""
         return os.getpid() != self._pid
 
-    def info(self) -> ServerInfo:
-        """What the server is; asked once, and again after it was away.
+    def info(self, *, again: bool = False) -> ServerInfo:
+        """What the server is; asked once, after it was away, and (``again``) now.
 
         Raises:
             ServerTimeoutError, ServerUnreachableError, CacheServerError: As their text says.
         """
         info = self._info
-        if info is None or not self.is_up:
+        if again or info is None or not self.is_up:
             info = self._info = probe(self._connections, self._connections.timeout_s)
             self.is_up = True
         return info

@@ -1,0 +1,625 @@
+"""The client: engines that store, look up and retrieve; plain operations; deadlines; a server that is not there."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+import kvshm
+from kvshm import wire
+from kvshm.client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.layout import EngineGroupInfo
+from kvshm.prefix import token_array
+from kvshm.protocol import CacheKey
+from kvshm.server import CacheServer
+from tests.support.cache_server import (
+    BLOCK,
+    CHUNK,
+    NHD,
+    bits,
+    blocks_of,
+    key_map,
+    layers,
+    running_server,
+    wipe,
+)
+
+TOKENS = list(range(100, 100 + 3 * CHUNK + 1))
+BLOCKS = [4, 9, 2, 17, 30, 11, 22]  # with one for the last token
+OTHER_BLOCKS = [21, 5, 13, 8, 1, 26]
+MODES = ["lmcache_driven", "engine_driven"]
+
+
+@pytest.fixture
+def server() -> Iterator[CacheServer]:
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: CacheServer) -> Iterator[CacheClient]:
+    with CacheClient(server.endpoint) as client:
+        yield client
+
+
+def caches(mode: str, seed: int = 0, **changes: Any) -> list[Any]:
+    arrays = layers(seed, **changes)
+    return arrays if mode == "lmcache_driven" else [array.copy() for array in arrays]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_store_lookup_retrieve(client: CacheClient, mode: Any) -> None:
+    arrays = caches(mode)
+    with client.register(arrays, "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        assert engine.lookup(TOKENS) == 0
+        assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        assert engine.lookup(TOKENS[: 2 * CHUNK + 1]) == 2 * CHUNK
+        assert engine.lookup([1, *TOKENS]) == 0
+        expected = blocks_of(arrays, BLOCKS[:6])
+        wipe(arrays)
+        assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+        assert blocks_of(arrays, OTHER_BLOCKS) == expected
+        assert engine.retrieve([1, *TOKENS], OTHER_BLOCKS) == 0
+        assert engine.unsettled_block_ids() == [set()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_and_blocks_of_any_kind(client: CacheClient, mode: Any) -> None:
+    arrays = caches(mode)
+    with client.register(arrays, "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        assert engine.store(tuple(TOKENS), tuple(BLOCKS)) == 3 * CHUNK
+        assert engine.store(np.array(TOKENS, np.int32), np.array(BLOCKS)) == 3 * CHUNK
+        assert engine.store(TOKENS, [BLOCKS]) == 3 * CHUNK
+        assert engine.store(TOKENS, [np.array(BLOCKS)]) == 3 * CHUNK
+        assert engine.lookup(np.array(TOKENS, np.uint64)) == 3 * CHUNK
+        assert engine.retrieve(TOKENS[:CHUNK], OTHER_BLOCKS[:2]) == CHUNK
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_less_than_a_chunk(client: CacheClient, mode: Any) -> None:
+    with client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        assert engine.store(TOKENS[: CHUNK - 1], []) == 0
+        assert engine.lookup(TOKENS[: CHUNK - 1]) == 0
+        assert engine.lookup([]) == 0
+        assert engine.retrieve(TOKENS[: CHUNK - 1], []) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_first_n_tokens(client: CacheClient, mode: Any) -> None:
+    arrays = caches(mode)
+    with client.register(arrays, "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        engine.store(TOKENS, BLOCKS)
+        expected = [array[:, BLOCKS[:6]].reshape(2, -1, 5, 7).view(np.uint16) for array in arrays]
+        wipe(arrays)
+        assert engine.retrieve(TOKENS, OTHER_BLOCKS, skip_first_n_tokens=CHUNK + 2) == 3 * CHUNK
+        for array, want in zip(arrays, expected, strict=True):
+            got = array[:, OTHER_BLOCKS].reshape(2, -1, 5, 7).view(np.uint16)
+            assert not got[:, : CHUNK + 2].any()
+            assert np.array_equal(got[:, CHUNK + 2 :], want[:, CHUNK + 2 :])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "text"),
+    [
+        (TOKENS, BLOCKS[:5], "3 chunks of 6 tokens take 6 blocks of kernel group 0, but 5 block ids came"),
+        (TOKENS, [], "but 0 block ids came"),
+        ([1.5] * CHUNK, BLOCKS, "token_ids must be a sequence of integers"),
+        ([True] * CHUNK, BLOCKS, "a boolean"),
+        (TOKENS, [1.5] * 6, "block_ids of kernel group 0 must be a sequence of integers"),
+    ],
+)
+def test_what_the_caller_gets_wrong_raises(client: CacheClient, mode: Any, tokens: Any, blocks: Any, text: str) -> None:
+    with client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        with pytest.raises(ValueError, match=text):
+            engine.store(tokens, blocks)
+        with pytest.raises(ValueError, match=text):
+            engine.retrieve(tokens, blocks)
+        with pytest.raises(ValueError, match="cannot be negative"):
+            engine.retrieve(TOKENS, BLOCKS, skip_first_n_tokens=-1)
+    status = client.status()
+    assert status["objects"]["unfinished"] == status["objects"]["cached"] == 0
+
+
+def test_the_two_modes_have_layouts_of_their_own(client: CacheClient) -> None:
+    with client.register(caches("lmcache_driven"), "model", layout_hints=NHD) as one:
+        one.store(TOKENS, BLOCKS)
+        with client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven") as two:
+            assert two.lookup(TOKENS) == 0
+            assert one.lookup(TOKENS) == 3 * CHUNK
+            one.retrieve(TOKENS, OTHER_BLOCKS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_share(client: CacheClient, mode: Any) -> None:
+    source, target = caches(mode, 1), caches(mode, 2)
+    with (
+        client.register(source, "model", layout_hints=NHD, transfer_mode=mode) as one,
+        client.register(target, "model", layout_hints=NHD, transfer_mode=mode) as two,
+        client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode, cache_salt="x") as three,
+        client.register(caches(mode), "else", layout_hints=NHD, transfer_mode=mode) as four,
+    ):
+        one.store(TOKENS, BLOCKS)
+        assert two.lookup(TOKENS) == 3 * CHUNK
+        assert two.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+        assert blocks_of(target, OTHER_BLOCKS) == blocks_of(source, BLOCKS[:6])
+        assert (three.lookup(TOKENS), four.lookup(TOKENS)) == (0, 0)
+
+
+def test_workers_of_one_model(client: CacheClient) -> None:
+    def register(worker: int) -> Any:
+        return client.register(layers(worker), "model", layout_hints=NHD, world_size=2, worker_id=worker)
+
+    with register(0) as zero, register(1) as one:
+        zero.store(TOKENS, BLOCKS)
+        assert (zero.lookup(TOKENS), one.lookup(TOKENS)) == (0, 0), "one worker is not all"
+        one.store(TOKENS[: 2 * CHUNK], BLOCKS)
+        assert (zero.lookup(TOKENS), one.lookup(TOKENS)) == (2 * CHUNK, 2 * CHUNK)
+        assert client.status()["lookups"]["read_locks"] == 4, "each locks its own"
+        zero.retrieve(TOKENS[: 2 * CHUNK], OTHER_BLOCKS)
+        one.retrieve(TOKENS[: 2 * CHUNK], OTHER_BLOCKS)
+        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+
+
+def test_a_partial_retrieve_releases_all_its_locks(client: CacheClient) -> None:
+    with client.register(layers(), "model", layout_hints=NHD) as engine:
+        engine.store(TOKENS, BLOCKS)
+        engine.lookup(TOKENS)
+        assert engine.retrieve(TOKENS[:CHUNK], OTHER_BLOCKS) == CHUNK
+        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+
+
+def test_hybrid_models(client: CacheClient) -> None:
+    """Full attention and a sliding window of one chunk: the window's older blocks are null by then."""
+    arrays = [*layers(1), *layers(2)]
+    infos = (
+        EngineGroupInfo(0, (0, 1), BLOCK),
+        EngineGroupInfo(1, (2, 3), BLOCK, sw_size_tokens=CHUNK),
+    )
+    with client.register(arrays, "model", layout_hints=NHD, engine_group_infos=infos) as engine:
+        full, window = BLOCKS[:6], [0, 0, 0, 0, 12, 15]
+        assert engine.store(TOKENS, [full, window]) == 3 * CHUNK
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        assert engine.lookup(TOKENS[: 2 * CHUNK]) == 0, "the window of a shorter prefix is not there"
+        expected = (blocks_of(arrays[:2], full), blocks_of(arrays[2:], window[4:]))
+        wipe(arrays)
+        target = [0, 0, 0, 0, 7, 3]
+        assert engine.retrieve(TOKENS, [OTHER_BLOCKS, target]) == 3 * CHUNK
+        assert (blocks_of(arrays[:2], OTHER_BLOCKS), blocks_of(arrays[2:], target[4:])) == expected
+        assert not any(array[:, 0].any() for array in arrays)
+        with pytest.raises(ValueError, match="engine group 1 has no block ids"):
+            engine.store(TOKENS, full)
+
+
+def test_mixed_groups_copied_by_the_engine(client: CacheClient) -> None:
+    arrays: list[Any] = [array.copy() for array in layers(1)]
+    arrays.append(np.arange(2 * 31 * BLOCK * 3 * 2, dtype=np.float32).reshape(2, 31, BLOCK, 3, 2))
+    infos = (EngineGroupInfo(0, (0, 1), BLOCK), EngineGroupInfo(1, (2,), BLOCK, sw_size_tokens=CHUNK))
+    with client.register(
+        arrays, "model", layout_hints=NHD, engine_group_infos=infos, transfer_mode="engine_driven"
+    ) as engine:
+        assert engine.store(TOKENS, [BLOCKS, [1, 2, 0, 0, 5, 6]]) == CHUNK, "ends before the first chunk without data"
+        assert engine.store(TOKENS, [BLOCKS, [1, 2, 3, 4, 5, 6]]) == 3 * CHUNK
+        expected = (blocks_of(arrays[:2], BLOCKS[:6]), blocks_of(arrays[2:], [1, 2, 3, 4, 5, 6]))
+        wipe(arrays)
+        assert engine.retrieve(TOKENS, [OTHER_BLOCKS, [6, 5, 4, 3, 2, 1]]) == 3 * CHUNK
+        assert (blocks_of(arrays[:2], OTHER_BLOCKS), blocks_of(arrays[2:], [6, 5, 4, 3, 2, 1])) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_block_ids_out_of_range(client: CacheClient, mode: Any) -> None:
+    with client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        for ids in ([*BLOCKS[:5], 31], [*BLOCKS[:5], -1]):
+            if mode == "engine_driven":
+                with pytest.raises(ValueError, match="there are 31 blocks"):
+                    engine.store(TOKENS, ids)
+            else:
+                assert engine.store(TOKENS, ids) == 0
+                assert "blocks [0, 31)" in (client.last_error or "")
+    assert client.status()["objects"]["cached"] == 0
+
+
+def test_all_bits_survive(client: CacheClient) -> None:
+    """NaNs with payloads too."""
+    arrays = layers(dtype="bfloat16")
+    for array in arrays:
+        bits(array).view(np.uint16)[...] = np.arange(bits(array).size // 2, dtype=np.uint16) | 0x7F80
+    with client.register(arrays, "model", layout_hints=NHD) as engine:
+        engine.store(TOKENS, BLOCKS)
+        expected = blocks_of(arrays, BLOCKS[:6])
+        wipe(arrays)
+        engine.retrieve(TOKENS, BLOCKS)
+        assert blocks_of(arrays, BLOCKS[:6]) == expected
+
+
+# Registering
+
+
+def test_arrays_that_are_not_shared(client: CacheClient) -> None:
+    with pytest.raises(ValueError, match=r"kvshm\.share"):
+        client.register([np.zeros((2, 3, BLOCK, 5, 7), np.float16)], "model", layout_hints=NHD)
+
+
+def test_descriptors_register_as_arrays_do(client: CacheClient) -> None:
+    arrays = layers()
+    wrappers = [kvshm.wrap(array) for array in arrays]
+    with client.register(wrappers, "model", layout_hints=NHD) as engine:
+        assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"transfer_mode": "magic"}, "give 'lmcache_driven' or 'engine_driven'"),
+        ({"worker_id": 1}, r"worker_id 1 is not in \[0, world_size 1\)"),
+        ({"engine_type": "nothing"}, "unknown engine 'nothing'"),
+        ({"kv_caches": [3]}, "kv_caches holds int"),
+        ({"kv_caches": []}, "at least one layer"),
+        ({"cache_salt": "a@b"}, "none of @"),
+    ],
+)
+def test_a_wrong_registration(client: CacheClient, changes: dict[str, Any], text: str) -> None:
+    arguments = {"kv_caches": layers(), "model_name": "model", "layout_hints": NHD} | changes
+    with pytest.raises(ValueError, match=text):
+        client.register(**arguments)
+    assert client.status()["instances"] == []
+
+
+def test_a_chunk_size_that_does_not_fit() -> None:
+    with running_server(chunk_size=544) as server, CacheClient(server.endpoint) as client:
+        arrays = kvshm.empty_many([(2, 3, 256, 1, 2)], ["float16"])
+        with pytest.raises(ValueError, match="multiples of 256"):
+            client.register(arrays, "model", layout_hints=NHD)
+
+
+def test_unregister_is_idempotent(client: CacheClient) -> None:
+    engine = client.register(layers(), "model", layout_hints=NHD)
+    assert engine.is_registered
+    engine.unregister()
+    engine.unregister()
+    assert client.status()["instances"] == []
+    assert (engine.store(TOKENS, BLOCKS), engine.lookup(TOKENS)) == (0, 0)
+    assert client.status()["instances"] == [], "what was unregistered does not come back by itself"
+
+
+def test_closing_the_client_unregisters(server: CacheServer) -> None:
+    client = CacheClient(server.endpoint)
+    client.register(layers(), "model", layout_hints=NHD)
+    client.close()
+    client.close()
+    assert server.call(server.status)["instances"] == []
+    with pytest.raises(ValueError, match="the cache client is closed"):
+        client.noop()
+
+
+def test_a_dropped_client_is_closed(server: CacheServer) -> None:
+    client = CacheClient(server.endpoint)
+    client.noop()
+    del client
+    with CacheClient(server.endpoint) as other:
+        other.noop()
+
+
+# Plain operations
+
+
+def test_plain_operations(client: CacheClient) -> None:
+    arrays = layers()
+    assert client.noop() == "OK"
+    assert client.ping() is client.ping(5) is True
+    assert client.get_chunk_size() == CHUNK
+    assert client.get_experimental() == []
+    client.report_block_allocation(1, "model", [{"req_id": "r", "new_block_ids": [], "new_token_ids": []}])
+    client.register_kv_cache(5, [kvshm.wrap(array) for array in arrays], "model", 1, "vllm", NHD)
+    key = key_map(TOKENS)
+    assert client.store(key, 5, [BLOCKS[:6]]) == (b"kvshm", True)
+    lookup_key = CacheKey("model", 1, None, token_array(TOKENS), 0, 3 * CHUNK, "request", num_kv_readers=1)
+    client.lookup(lookup_key)
+    assert client.wait_prefetch_status("request", 1.0) == 3
+    assert client.query_prefetch_status("request") == 0
+    assert client.retrieve(key, 5, [OTHER_BLOCKS], b"h", 1) == (b"h", True)
+    client.free_lookup_locks(lookup_key)
+    client.end_session("request")
+    client.clear()
+    client.clear(force=True)
+    client.unregister_kv_cache(5)
+    where = client.register_kv_cache_engine_driven_context(
+        {
+            "instance_id": 6,
+            "model_name": "model",
+            "world_size": 1,
+            "block_size": 3,
+            "num_layers": 1,
+            "hidden_dim_size": 5,
+            "dtype_str": "uint8",
+            "use_mla": True,
+        }
+    )
+    assert where["pool_size"] > 0
+    assert client.prepare_store(key, 6)["context"]["chunk_indices"] == [0, 1, 2]
+    assert client.commit_store(key, 6) is True
+    assert client.prepare_retrieve(key, 6)["success"] is True
+    assert client.commit_retrieve(key, 6) is True
+    client.unregister_kv_cache_engine_driven_context(6)
+    assert client.server_info().is_kvshm
+
+
+def test_a_plain_operation_raises_the_servers_reason(client: CacheClient) -> None:
+    with pytest.raises(CacheServerError, match="store: instance 5 is not registered"):
+        client.store(key_map(TOKENS), 5, [BLOCKS])
+    with pytest.raises(CacheServerError, match="needs at least 1 reader"):
+        client.lookup(key_map(TOKENS, worker_id=None, num_kv_readers=0))
+
+
+@pytest.mark.parametrize("url", ["localhost:5555", "", "udp://127.0.0.1:1", None])
+def test_no_url(url: Any) -> None:
+    with pytest.raises(ValueError, match="give tcp://HOST:PORT or ipc://PATH"):
+        CacheClient(url)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s"])
+def test_times_are_positive(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        CacheClient("tcp://127.0.0.1:1", **{name: 0})  # type: ignore[arg-type]  # which it is is not known here
+
+
+# A server that is not there, or does not answer
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.REP) as sock:
+        return int(sock.bind_to_random_port("tcp://127.0.0.1"))
+
+
+def test_nobody_is_there() -> None:
+    with CacheClient(f"tcp://127.0.0.1:{free_port()}", connect_timeout_s=0.05) as client:
+        with pytest.raises(ServerUnreachableError, match="start one with kvshm serve"):
+            client.noop()
+        with pytest.raises(ServerUnreachableError, match="start one with kvshm serve"):
+            client.register(layers(), "model", layout_hints=NHD)
+
+
+@contextmanager
+def silent_server(answers: dict[Any, list[Any]] | None = None) -> Iterator[str]:
+    """Takes requests and answers only some operations; as a stopped server, or a real LMCache's failed handler."""
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVTIMEO, 20)
+    port = sock.bind_to_random_port("tcp://127.0.0.1")
+    stopping = threading.Event()
+
+    def run() -> None:
+        while not stopping.is_set():
+            try:
+                address, uid, operation, *_ = sock.recv_multipart()
+            except zmq.Again:
+                continue
+            name = wire.unpack(operation)
+            if answers and name in answers:
+                sock.send_multipart([address, uid, operation, *map(wire.pack, answers[name])])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        stopping.set()
+        thread.join()
+        sock.close()
+        context.term()
+
+
+def test_a_server_that_does_not_answer() -> None:
+    with silent_server() as url, CacheClient(url, timeout_s=0.1) as client:
+        with pytest.raises(ServerTimeoutError, match="did not answer noop in time"):
+            client.noop()
+        with pytest.raises(ServerTimeoutError, match="did not answer ping in time"):
+            client.ping(timeout_s=0.05)
+
+
+def test_a_late_reply_is_not_anothers() -> None:
+    """The connection that a request timed out on is not used again."""
+    with silent_server({24: ["OK"]}) as url, CacheClient(url, timeout_s=0.05) as client:
+        for _ in range(3):
+            with pytest.raises(ServerTimeoutError):
+                client.get_chunk_size()
+            assert client.noop(timeout_s=5.0) == "OK"
+
+
+def test_a_server_without_hello_is_lmcaches() -> None:
+    """LMCache drops unknown operations without a word; the question that follows tells, and nothing waits."""
+    with silent_server({21: [16]}) as url, CacheClient(url, timeout_s=60.0) as client:
+        info = client.server_info()
+        assert (info.is_kvshm, info.chunk_size) == (False, 16)
+
+
+def test_another_version() -> None:
+    hello = {"version": "9.9", "protocol": 99}
+    with (
+        silent_server({21: [16], "kvshm_hello": [hello]}) as url,
+        CacheClient(url) as client,
+        pytest.raises(CacheServerError, match=r"kvshm 9\.9 and speaks protocol 99.*this client is kvshm"),
+    ):
+        client.server_info()
+
+
+def test_garbage_from_the_server() -> None:
+    with (
+        silent_server({21: []}) as url,
+        CacheClient(url) as client,
+        pytest.raises(TypeError, match="NoneType"),
+    ):
+        client.get_chunk_size()
+
+
+def test_the_engine_goes_on_while_the_server_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    arrays = layers()
+    caplog.set_level(logging.WARNING, "kvshm")
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=0.05) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engine = client.register(arrays, "model", layout_hints=NHD)
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+        deadline = time.monotonic() + 20
+        while client.is_up and time.monotonic() < deadline:
+            engine.lookup(TOKENS)
+        assert not client.is_up
+        started = time.monotonic()
+        for _ in range(1000):
+            assert engine.store(TOKENS, BLOCKS) == engine.lookup(TOKENS) == engine.retrieve(TOKENS, BLOCKS) == 0
+        assert time.monotonic() - started < 10, "nothing waits for an absent server"
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            while not engine.is_registered:
+                assert time.monotonic() < deadline
+            assert engine.lookup(TOKENS) == 0
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+            assert engine.lookup(TOKENS) == 3 * CHUNK
+            engine.unregister()
+    messages = [record.message for record in caplog.records]
+    assert "going on without the cache server" in messages[0]
+    assert "is back" in messages[1]
+    assert len(messages) <= 3, "and once more after the second server"
+
+
+def test_a_restart_that_no_heartbeat_saw() -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engines = [
+                client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode)  # type: ignore[arg-type]
+                for mode in MODES
+            ]
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            for engine in engines:
+                assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+                assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+                engine.unregister()
+
+
+def test_errors_on_request() -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", raises=True, connect_timeout_s=0.1, heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engine = client.register(layers(), "model", layout_hints=NHD)
+            with pytest.raises(CacheServerError, match="3 of 3 chunks are not cached"):
+                engine.retrieve(TOKENS, BLOCKS)
+        with pytest.raises(ServerUnreachableError):
+            engine.store(TOKENS, BLOCKS)
+
+
+def test_another_chunk_size_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engine = client.register(layers(), "model", layout_hints=NHD)
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}", chunk_size=2 * CHUNK):
+            assert engine.store(TOKENS, BLOCKS) == 0
+            assert not engine.is_registered
+    assert f"chunks of {2 * CHUNK} tokens, but this engine is registered for chunks of {CHUNK}" in caplog.text
+
+
+def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that its client gave up waiting for still runs; its blocks are nobody else's until it ends."""
+    copies: Any = importlib.import_module("kvshm.copies")
+    go_on, running = threading.Event(), threading.Event()
+    real = copies.scatter_chunks
+
+    def slow(*args: Any) -> None:
+        running.set()
+        assert go_on.wait(20)
+        real(*args)
+
+    with CacheClient(server.endpoint, timeout_s=0.3) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        engine.store(TOKENS, BLOCKS)
+        monkeypatch.setattr(copies, "scatter_chunks", slow)
+        assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 0
+        assert running.is_set()
+        assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
+        go_on.set()
+        while engine.unsettled_block_ids() != [set()]:
+            client.noop(timeout_s=5.0)
+        monkeypatch.undo()
+        while not engine.is_registered:
+            client.noop(timeout_s=5.0)
+        assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+
+
+def test_a_store_that_ends_too_late_is_not_published(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client may have changed the blocks meanwhile."""
+    copies: Any = importlib.import_module("kvshm.copies")
+    go_on = threading.Event()
+    real = copies.gather_chunks
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(20)
+        real(*args)
+
+    with CacheClient(server.endpoint, timeout_s=0.2) as client:
+        arrays = layers()
+        engine = client.register(arrays, "model", layout_hints=NHD)
+        monkeypatch.setattr(copies, "gather_chunks", slow)
+        assert engine.store(TOKENS, BLOCKS) == 0
+        assert engine.unsettled_block_ids() == [set(BLOCKS[:6])]
+        wipe(arrays)
+        go_on.set()
+        while client.status(timeout_s=5.0)["counters"]["late_stores"] != 1:
+            pass
+        status = client.status(timeout_s=5.0)
+        assert status["objects"]["cached"] == status["objects"]["unfinished"] == 0
+        engine.unregister()
+
+
+def test_many_threads(client: CacheClient) -> None:
+    arrays = layers(num_blocks=8 * 6 + 1)
+    engine = client.register(arrays, "model", layout_hints=NHD)
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        blocks = list(range(1 + 6 * number, 7 + 6 * number))
+        for turn in range(15):
+            tokens = [1000 * number + turn] * (3 * CHUNK)
+            for array in arrays:
+                array[:, blocks] = turn
+            if engine.store(tokens, blocks) != 3 * CHUNK:
+                failures.append("store")
+            if engine.lookup(tokens) != 3 * CHUNK:
+                failures.append("lookup")
+            for array in arrays:
+                array[:, blocks] = -1
+            if engine.retrieve(tokens, blocks) != 3 * CHUNK:
+                failures.append("retrieve")
+            if any((array[:, blocks] != turn).any() for array in arrays):
+                failures.append("wrong bytes")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    engine.unregister()
+
+
+def test_ids_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process ids do, from container to container."""
+    from kvshm.engine_modes import ServerDrivenTransfers
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(threading, "get_ident", lambda: 1)
+    nothing: Any = None
+    ids = {ServerDrivenTransfers(nothing, nothing).instance_id for _ in range(2000)}
+    assert len(ids) == 2000
+    assert all(0 <= number < 2**63 for number in ids)
