@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from kvshm import shm
+
 PAGE = mmap.PAGESIZE
 
 
@@ -25,6 +27,11 @@ def num_descriptors() -> int:
 def exists(name: str) -> bool:
     """Whether a segment has this name."""
     return os.path.lexists(f"/dev/shm{name}")
+
+
+def created() -> set[str]:
+    """The names of the segments that this process has created and not unlinked."""
+    return set(shm._table.owned.values())
 
 
 def fill(array: np.ndarray[Any, Any], seed: int = 0) -> bytes:

@@ -20,7 +20,7 @@ import pytest
 import kvshm
 from kvshm import migrate, migrate_to_shm_and_wrap, pages
 from kvshm.dtypes import DTYPES
-from tests.support.memory import PAGE, exists, fill, num_descriptors, num_mappings, private_pages
+from tests.support.memory import PAGE, created, exists, fill, num_descriptors, num_mappings, private_pages
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_what_is_mapped_here_already_is_not_mapped_again() -> None:
 def test_again_and_on_views_creates_nothing() -> None:
     array = private_pages(4).reshape(4, 2, PAGE // 4, 2)
     first = migrate_to_shm_and_wrap(array)
-    before = kvshm.list_segments()
+    before = created()
     assert migrate_to_shm_and_wrap(array) == first
     assert kvshm.wrap(array.view("int8").reshape(-1)).shm_name == first.shm_name
     part = migrate_to_shm_and_wrap(array[1:3])
@@ -97,7 +97,7 @@ def test_again_and_on_views_creates_nothing() -> None:
     assert (small.shm_name, small.storage_offset) == (first.shm_name, 3)
     assert kvshm.share(array) is array
     assert kvshm.is_shared(array[2])
-    assert kvshm.list_segments() == before
+    assert created() == before
 
 
 def test_contiguous_after_a_permute() -> None:
@@ -253,12 +253,12 @@ def refusals(tmp_path: Path) -> Iterator[tuple[np.ndarray[Any, Any], str]]:
 
 
 def test_what_cannot_be_moved_is_refused_and_unchanged(tmp_path: Path) -> None:
-    before = kvshm.list_segments()
+    before = created()
     for array, text in refusals(tmp_path):
         for refused in (migrate_to_shm_and_wrap, kvshm.wrap):
             with pytest.raises(ValueError, match=text):
                 refused(array)
-    assert kvshm.list_segments() == before
+    assert created() == before
     assert (tmp_path / "file").read_bytes() == b"f" * PAGE
 
 
@@ -342,7 +342,7 @@ def test_threads_that_move_the_same_memory_agree() -> None:
     assert len(wrappers) == 6
     assert len(set(wrappers)) == 1
     assert array.tobytes() == content
-    assert [segment.name for segment in kvshm.list_segments() if segment.name == wrappers[0].shm_name]
+    assert created() == {wrappers[0].shm_name}
 
 
 def test_collections_and_look_ups_at_once() -> None:

@@ -12,7 +12,7 @@ import pytest
 import kvshm
 from kvshm import ShmArrayWrapper, WireError
 from kvshm.dtypes import DTYPES
-from tests.support.memory import PAGE, exists, fill, num_mappings
+from tests.support.memory import PAGE, created, exists, fill, num_mappings
 
 FIELDS: dict[str, Any] = {
     "shm_name": "/kvshm_x",
@@ -116,14 +116,14 @@ def test_negative_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3), (0, 5)])
 def test_arrays_without_elements_have_no_segment(shape: tuple[int, ...]) -> None:
-    before = kvshm.list_segments()
+    before = created()
     array = kvshm.empty(shape, "float16")
     wrapper = kvshm.wrap(array)
     assert (wrapper.shm_name, wrapper.nbytes, wrapper.shape) == ("", 0, shape)
     assert ShmArrayWrapper.from_bytes(wrapper.to_bytes()).to_array().shape == shape
     assert kvshm.share(array) is array
     assert kvshm.wrap(np.empty(shape, "float16")) == wrapper
-    assert [segment.name for segment in kvshm.list_segments() if segment not in before] == []
+    assert created() == before
 
 
 def test_views_travel_with_offset_and_strides() -> None:
