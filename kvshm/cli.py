@@ -31,15 +31,8 @@ class _Command:
     run: str = "run"
 
     def function(self, name: str) -> Callable[[Any], Any]:
-        """One of the command's functions; an optional package that is missing ends the program with what to do."""
-        try:
-            function: Callable[[Any], Any] = getattr(import_module(self.module), name)
-        except ModuleNotFoundError as error:
-            extra = _EXTRAS.get(error.name or "")
-            if extra is None:
-                raise
-            print(f"kvshm {self.name} needs {error.name}: pip install 'kvshm[{extra}]'", file=sys.stderr)
-            raise SystemExit(2) from None
+        """One of the command's functions."""
+        function: Callable[[Any], Any] = getattr(import_module(self.module), name)
         return function
 
 
@@ -95,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        print(f"kvshm: {error.name} is not installed, which this needs: pip install 'kvshm[{extra}]'", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # Whoever read the output has what it wanted (kvshm ls | head). Nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
