@@ -87,6 +87,7 @@ class CPUCacheContext:
             for group in manager.kernel_groups
         ]
         self._planes: dict[int, tuple[PagedPlane, ...]] = {}
+        self.transfer_plans: dict[int, Any] = {}  # per object group, what kvshm.transfer works out once
         self._block_ids = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
         self._staging: StagingBuffer | None = StagingBuffer(manager)
         self._stream = HostStream()
@@ -101,6 +102,7 @@ class CPUCacheContext:
         self._kv_caches = None
         self._staging = None
         self._planes = {}
+        self.transfer_plans = {}
         self._block_ids = np.empty(0, dtype=np.int64)
 
     def _open(self, owned: Owned | None) -> Owned:

@@ -1,0 +1,353 @@
+"""Moves chunks of tokens between the paged blocks of a registered cache and contiguous chunk objects, bit for bit.
+
+In a chunk object the kernel groups of an object group follow one another, each as [kv, layer, slot, hidden]. Of a
+group with a sliding window below a chunk, an object holds only the window: the last blocks of the chunk.
+
+Each byte is copied once. What a call needs to know of the layout is worked out once per object group and kept on the
+context. Large calls are shared among a few threads, see :mod:`kvshm.threads`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvshm.context import CPUCacheContext
+from kvshm.copying import Piece, RowOrder, Stack, choose_way, gather, plane_of, scatter, stacks_of
+from kvshm.threads import Job, default_num_threads, run_jobs
+
+__all__ = ["BlockIds", "gather_chunks", "object_group_nbytes", "scatter_chunks"]
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+Ints: TypeAlias = "npt.NDArray[np.int64]"
+BlockIds: TypeAlias = "Sequence[Sequence[int] | npt.NDArray[np.integer[Any]] | None]"
+"""Per kernel group the blocks of every chunk in order; None where a kernel group is not looked at."""
+Chunks: TypeAlias = Sequence[Any]
+
+# Jobs of this size are not felt, and several of them keep threads evenly busy.
+MIN_JOB_NBYTES, MAX_JOB_NBYTES = 2**20, 16 * 2**20
+# Rows per plane whose index is worked out at once for all planes: 512 KiB of it.
+BATCH_ROWS = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What a transfer needs to know of one kernel group."""
+
+    kernel_group_idx: int
+    stacks: tuple[Stack, ...]
+    num_blocks: int
+    blocks_per_chunk: int
+    kept_blocks: int  # of a chunk, the last ones
+    slots_per_block: int
+    tokens_per_slot: int
+    is_writable: bool
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all planes."""
+        return sum(len(stack.planes) * stack.block_nbytes for stack in self.stacks)
+
+    @property
+    def orders(self) -> list[RowOrder | None]:
+        """The different row orders of the planes: one, as a rule."""
+        return list(dict.fromkeys(stack.order for stack in self.stacks))
+
+
+@dataclass(frozen=True, slots=True)
+class _ObjectGroup:
+    """What a transfer needs to know of one object group."""
+
+    nbytes: int
+    groups: tuple[_Group, ...]
+    num_kernel_groups: int
+    tokens_per_chunk: int
+    num_chunks_in_sw: int  # -1: all
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """The blocks of one kernel group that move."""
+
+    group: _Group
+    pieces: list[Piece]
+    in_order: bool  # a block is there twice, and what is moved there last has to stay
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(piece.block_ids) for piece in self.pieces) * self.group.block_nbytes
+
+
+def object_group_nbytes(context: CPUCacheContext, object_group_idx: int) -> int:
+    """Bytes of one chunk object. IndexError: no such object group."""
+    return context.kv_layer_groups_manager.object_nbytes(object_group_idx)
+
+
+def gather_chunks(
+    context: CPUCacheContext,
+    block_ids: BlockIds,
+    chunks: Chunks,
+    object_group_idx: int = 0,
+    *,
+    num_threads: int | None = None,
+) -> None:
+    """Copy paged blocks into chunk objects, bit for bit.
+
+    Args:
+        block_ids: Per kernel group, the blocks of every chunk in order, before any window cut. Those of other object
+            groups are not looked at; those that do not move may be anything.
+        chunks: Per chunk, a writable contiguous buffer of :func:`object_group_nbytes` bytes; None skips it.
+        num_threads: Threads to copy with; else as :mod:`kvshm.threads` says.
+
+    Raises:
+        ValueError: An id, a count or a buffer does not fit, or the context is closed. Nothing has been written.
+        IndexError: No such object group.
+    """
+    plan = _plan(context, object_group_idx)
+    buffers = [
+        None if chunk is None else _buffer(chunk, index, plan.nbytes, writable=True)
+        for index, chunk in enumerate(chunks)
+    ]
+    moves = []
+    for group in plan.groups:
+        rows = _ids_per_chunk(plan, group, block_ids, len(buffers))
+        pieces = [_piece(group, chunk, rows[index], 0) for index, chunk in enumerate(buffers) if chunk is not None]
+        moves.append(_Moves(group, pieces, in_order=False))
+    _run(moves, num_threads, into_chunks=True)
+
+
+def scatter_chunks(
+    context: CPUCacheContext,
+    block_ids: BlockIds,
+    chunks: Chunks,
+    object_group_idx: int = 0,
+    skip_first_n_tokens: int = 0,
+    null_block_id: int | None = None,
+    *,
+    num_threads: int | None = None,
+) -> None:
+    """Copy chunk objects into paged blocks, bit for bit.
+
+    Of an object group with a sliding window only the last chunks that it reaches over are written.
+
+    Args:
+        block_ids: As for :func:`gather_chunks`.
+        chunks: Per chunk, a contiguous buffer of :func:`object_group_nbytes` bytes; None where nothing is written.
+        skip_first_n_tokens: No slot that holds one of so many tokens from the first chunk on is written.
+        null_block_id: The block that several tokens may be written to; what it holds then is the last of them.
+        num_threads: As for :func:`gather_chunks`.
+
+    Raises:
+        ValueError: An id, a count, a buffer or ``skip_first_n_tokens`` does not fit, a block would be written twice,
+            a chunk is missing, the cache is read-only, or the context is closed. Nothing has been written.
+        IndexError: No such object group.
+    """
+    plan = _plan(context, object_group_idx)
+    skip = operator.index(skip_first_n_tokens)
+    if skip < 0:
+        raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
+    buffers = [
+        None if chunk is None else _buffer(chunk, index, plan.nbytes, writable=False)
+        for index, chunk in enumerate(chunks)
+    ]
+    in_window = len(buffers) if plan.num_chunks_in_sw < 0 else plan.num_chunks_in_sw
+    moves = []
+    for group in plan.groups:
+        rows = _ids_per_chunk(plan, group, block_ids, len(buffers))
+        pieces = []
+        for index in range(max(0, len(buffers) - in_window), len(buffers)):
+            first_slot = _first_slot(plan, group, skip - index * plan.tokens_per_chunk)
+            if first_slot >= group.kept_blocks * group.slots_per_block:
+                continue
+            chunk = buffers[index]
+            if chunk is None:
+                raise ValueError(
+                    f"chunk {index} is None, but tokens of it are to be written; give its bytes, or skip its tokens"
+                )
+            pieces.append(_piece(group, chunk, rows[index], first_slot))
+        if pieces and not group.is_writable:
+            raise ValueError(
+                f"the arrays of kernel group {group.kernel_group_idx} are read-only; register writable ones to scatter"
+            )
+        moves.append(_Moves(group, pieces, in_order=_has_null_twice(group, pieces, null_block_id)))
+    _run(moves, num_threads, into_chunks=False)
+
+
+# What is worked out once
+
+
+def _plan(context: CPUCacheContext, object_group_idx: int) -> _ObjectGroup:
+    plan = context.transfer_plans.get(object_group_idx)
+    if plan is None:
+        plan = context.transfer_plans[object_group_idx] = _make_plan(context, object_group_idx)
+    assert isinstance(plan, _ObjectGroup)
+    return plan
+
+
+def _make_plan(context: CPUCacheContext, object_group_idx: int) -> _ObjectGroup:
+    manager = context.kv_layer_groups_manager
+    return _ObjectGroup(
+        nbytes=manager.object_nbytes(object_group_idx),
+        groups=tuple(
+            _make_group(context, object_group_idx, index)
+            for index in manager.object_group(object_group_idx).kernel_group_indices
+        ),
+        num_kernel_groups=len(manager.kernel_groups),
+        tokens_per_chunk=manager.lmcache_tokens_per_chunk,
+        num_chunks_in_sw=manager.get_attn_desc().num_chunks_in_sw[object_group_idx],
+    )
+
+
+def _make_group(context: CPUCacheContext, object_group_idx: int, kernel_group_idx: int) -> _Group:
+    manager = context.kv_layer_groups_manager
+    group = manager.kernel_group(kernel_group_idx)
+    start = manager.offset_in_object(object_group_idx, kernel_group_idx)
+    kept_blocks = manager.blocks_per_chunk_in_sw(kernel_group_idx)
+    paged_planes = context.kernel_group_planes(kernel_group_idx)
+    planes = [plane_of(plane.paged, start + plane.chunk_offset, plane.chunk_slot_nbytes) for plane in paged_planes]
+    return _Group(
+        kernel_group_idx=kernel_group_idx,
+        stacks=tuple(stacks_of(planes, kept_blocks)),
+        num_blocks=group.shape_desc.nb,
+        blocks_per_chunk=manager.blocks_per_chunk(kernel_group_idx),
+        kept_blocks=kept_blocks,
+        slots_per_block=group.slots_per_block,
+        tokens_per_slot=group.tokens_per_block // group.slots_per_block,
+        is_writable=all(plane.paged.flags.writeable for plane in paged_planes),
+    )
+
+
+# What is checked
+
+
+def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
+    """The bytes of a chunk object."""
+    if isinstance(chunk, np.ndarray):
+        # Not through the buffer protocol, which bfloat16 and float8 do not have.
+        if not chunk.flags.c_contiguous:
+            raise ValueError(f"chunk {index}: array of shape {chunk.shape} is not contiguous; give a contiguous one")
+        flat: Bytes = chunk.reshape(-1).view(np.uint8)
+    else:
+        try:
+            flat = np.frombuffer(chunk, dtype=np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise ValueError(f"chunk {index}: {type(chunk).__name__} is no contiguous buffer: {error}") from None
+    if flat.nbytes != nbytes:
+        raise ValueError(
+            f"chunk {index} has {flat.nbytes} bytes, but objects of this group have {nbytes}; see object_group_nbytes"
+        )
+    if writable and not flat.flags.writeable:
+        raise ValueError(f"chunk {index}: {type(chunk).__name__} is read-only; give a writable buffer")
+    return flat
+
+
+def _ids_per_chunk(plan: _ObjectGroup, group: _Group, block_ids: BlockIds, num_chunks: int) -> Any:
+    """The kept block ids of a kernel group as given, axes [chunk, block]."""
+    if len(block_ids) != plan.num_kernel_groups:
+        raise ValueError(
+            f"block_ids holds {len(block_ids)} lists, but there are {plan.num_kernel_groups} kernel groups; give one "
+            f"list of ids for each"
+        )
+    index, expected = group.kernel_group_idx, group.blocks_per_chunk * num_chunks
+    ids: Any = block_ids[index]
+    if not isinstance(ids, np.ndarray):
+        try:
+            ids = np.asarray(ids)
+        except (ValueError, OverflowError):
+            ids = None
+        if ids is None or ids.dtype.kind not in "iu":
+            # Ids that do not move may be anything, and then one dtype does not hold them all.
+            ids = np.array(block_ids[index], dtype=object)
+    if ids.ndim != 1:
+        raise ValueError(f"block_ids[{index}] is no flat list of ints; give the ids of all chunks one after the other")
+    if len(ids) != expected:
+        raise ValueError(
+            f"block_ids[{index}] holds {len(ids)} ids, but {num_chunks} chunks of {group.blocks_per_chunk} blocks take "
+            f"{expected}"
+        )
+    return ids.reshape(num_chunks, group.blocks_per_chunk)[:, group.blocks_per_chunk - group.kept_blocks :]
+
+
+def _first_slot(plan: _ObjectGroup, group: _Group, protected_tokens: int) -> int:
+    """The first kept slot of a chunk that holds none of its first tokens."""
+    slots = -(-max(0, protected_tokens) // group.tokens_per_slot)
+    cut = (group.blocks_per_chunk - group.kept_blocks) * group.slots_per_block
+    return max(0, slots - cut)
+
+
+def _piece(group: _Group, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
+    """The blocks of a chunk from ``first_slot`` on. ValueError: an id is no block."""
+    where = f"block_ids[{group.kernel_group_idx}]"
+    first_block, slot = divmod(first_slot, group.slots_per_block)
+    ids = ids[first_block:]
+    if ids.dtype.kind not in "iu":
+        try:
+            ids = np.array([operator.index(block) for block in ids.tolist()])
+        except TypeError:
+            raise ValueError(f"{where} holds {ids.tolist()}; block ids are ints in [0, {group.num_blocks})") from None
+    if ids.min() < 0 or ids.max() >= group.num_blocks:
+        wrong = ids[(ids < 0) | (ids >= group.num_blocks)].tolist()
+        raise ValueError(f"{where} holds {wrong[0]}, but the kernel group has blocks [0, {group.num_blocks})")
+    return Piece(chunk, np.ascontiguousarray(ids, dtype=np.int64), first_block, slot)
+
+
+def _has_null_twice(group: _Group, pieces: list[Piece], null_block_id: int | None) -> bool:
+    """Whether the null block is there twice. ValueError if another block is."""
+    if not pieces:
+        return False
+    ids = np.sort(np.concatenate([piece.block_ids for piece in pieces]))
+    again = ids[1:][ids[1:] == ids[:-1]]
+    wrong = again if null_block_id is None else again[again != null_block_id]
+    if len(wrong):
+        raise ValueError(
+            f"block_ids[{group.kernel_group_idx}] holds block {wrong[0]} more than once, which would be written twice; "
+            f"only null_block_id ({null_block_id}) may be"
+        )
+    return bool(len(again))
+
+
+# What is run
+
+
+def _run(moves: list[_Moves], num_threads: int | None, *, into_chunks: bool) -> None:
+    nbytes = sum(move.nbytes for move in moves)
+    threads = default_num_threads(nbytes) if num_threads is None else num_threads
+    if threads < 1:
+        raise ValueError(f"num_threads is {threads}; the calling thread counts, so it is at least 1")
+    copy = gather if into_chunks else partial(scatter, shared=threads > 1)
+    job_nbytes = min(MAX_JOB_NBYTES, max(MIN_JOB_NBYTES, nbytes // (4 * threads))) if threads > 1 else nbytes
+    run_jobs((job for move in moves for job in _jobs(move, copy, job_nbytes)), threads)
+
+
+def _jobs(moves: _Moves, copy: Callable[..., None], job_nbytes: int) -> Iterator[Job]:
+    """Jobs that may run side by side, each of about so many bytes."""
+    group = moves.group
+    for batch in [moves.pieces] if moves.in_order else _batches(moves):
+        ways = {order: [choose_way(order, piece.whole_blocks.block_ids) for piece in batch] for order in group.orders}
+        for stack in group.stacks:
+            for planes, some in _portions(stack, len(batch), None if moves.in_order else job_nbytes):
+                yield partial(copy, stack, planes, batch[some], ways[stack.order][some])
+
+
+def _portions(stack: Stack, num_pieces: int, nbytes: int | None) -> Iterator[tuple[range, slice]]:
+    """Planes and pieces that make about so many bytes together; all of them without a number."""
+    num_planes = len(stack.planes)
+    planes = num_planes if nbytes is None else max(1, nbytes // max(1, stack.chunk_nbytes))
+    pieces = num_pieces if nbytes is None else max(1, planes // num_planes)
+    for start in range(0, num_pieces, pieces):
+        for first in range(0, num_planes, planes):
+            yield range(first, min(first + planes, num_planes)), slice(start, start + pieces)
+
+
+def _batches(moves: _Moves) -> Iterator[list[Piece]]:
+    """Pieces in portions whose indices together are short."""
+    rows_per_block = max(len(order.offsets) if order else 1 for order in moves.group.orders)
+    step = max(1, BATCH_ROWS // (rows_per_block * moves.group.kept_blocks))
+    for start in range(0, len(moves.pieces), step):
+        yield moves.pieces[start : start + step]
