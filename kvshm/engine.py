@@ -182,6 +182,7 @@ class Engine:
             if self._is_registered:
                 self._is_registered = False
                 self._attempt(self._transfers.unregister, is_farewell=True)
+        self._transfers.forget_late_replies()
 
     def __enter__(self) -> Engine:
         return self
@@ -225,6 +226,7 @@ class Engine:
                     self._transfers.unregister(timeout_s)
                 except _SERVER_ERRORS as error:
                     _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, error)
+        self._transfers.forget_late_replies()
 
     # Helpers
 

@@ -61,6 +61,9 @@ class Transfers(Protocol):
     def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
         """Per kernel group, blocks that the server may still be reading or writing."""
 
+    def forget_late_replies(self) -> None:
+        """Wait for none of them any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -158,7 +161,8 @@ class _Base:
                     group.update(ids.tolist())
             return blocks
 
-    def _settle_all(self) -> None:
+    def forget_late_replies(self) -> None:
+        """Wait for none of them any more."""
         with self._lock:
             for late in self._unsettled:
                 self._link.connections.discard(late.connection)
@@ -189,7 +193,6 @@ class ServerDrivenTransfers(_Base):
     def unregister(self, timeout_s: float | None = None) -> None:
         """Unregister."""
         self._link.unregister_kv_cache(self.instance_id, timeout_s=timeout_s)
-        self._settle_all()
 
     def store(self, key: CacheKey, block_ids: BlockIds) -> int:
         """Chunks that are cached now."""
