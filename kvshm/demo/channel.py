@@ -52,7 +52,7 @@ class Channel:
             raise ValueError(f"a message of {nbytes} bytes is announced; the demo sends at most {_MAX_NBYTES}")
         message = wire.unpack(self._read(nbytes))
         if not isinstance(message, dict):
-            raise ValueError(f"a message is a map, but a {type(message).__name__} came")
+            raise ValueError(f"a message is a map, not {type(message).__name__}")
         return message
 
     def _read(self, nbytes: int) -> bytearray:
