@@ -49,6 +49,20 @@ def run_python(code: str, *arguments: str, returncode: int = 0, prefix: tuple[st
     return done.stdout
 
 
+def run_script(script: Path, *arguments: str) -> str:
+    """Run a file, which spawned children can import again, and give what it printed; it must not complain."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
 class PeerError(Exception):
     """What a peer raised: ``kind`` is the exception's class name."""
 
