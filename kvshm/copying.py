@@ -255,7 +255,8 @@ def gather(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[W
     for piece, way in zip(pieces, ways, strict=True):
         if way.index is None:
             for plane in stack.planes[which.start : which.stop]:
-                _copy_runs(_chunk_slots(plane, piece), plane.blocks, piece.block_ids, way.runs, into_chunk=True)
+                for in_chunk, in_plane in _runs_of(plane, piece, way):
+                    in_chunk[...] = in_plane
         else:
             calls += _calls(stack, which, piece, way.index)
     take = stack.rows.take
@@ -283,7 +284,8 @@ def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[
         piece = cut.whole_blocks
         if way.index is None:
             for plane in stack.planes[which.start : which.stop]:
-                _copy_runs(_chunk_slots(plane, piece), plane.blocks, piece.block_ids, way.runs, into_chunk=False)
+                for in_chunk, in_plane in _runs_of(plane, piece, way):
+                    in_plane[...] = in_chunk
             continue
         for index, values in _calls(stack, which, piece, way.index):
             if shared and index.size <= LOCKED_INDEX_LENGTH:
@@ -314,15 +316,14 @@ def _chunk_rows(stack: Stack, which: range, piece: Piece) -> Bytes:
     return rows[:, piece.first_block * rows_per_block :][:, : len(piece.block_ids) * rows_per_block]
 
 
-def _copy_runs(
-    slots: Bytes, blocks: Bytes, block_ids: Ints, runs: Sequence[tuple[int, int]], *, into_chunk: bool
-) -> None:
-    for start, end in runs:
-        block = int(block_ids[start])
-        if into_chunk:
-            slots[start:end] = blocks[block : block + end - start]
-        else:
-            blocks[block : block + end - start] = slots[start:end]
+def _runs_of(plane: Plane, piece: Piece, way: Way) -> Iterator[tuple[Bytes, Bytes]]:
+    """Views of the runs of a piece: in the chunk, and in the plane."""
+    if not way.runs:
+        return
+    slots = _chunk_slots(plane, piece)
+    for start, end in way.runs:
+        block = int(piece.block_ids[start])
+        yield slots[start:end], plane.blocks[block : block + end - start]
 
 
 def _chunk_slots(plane: Plane, piece: Piece) -> Bytes:
