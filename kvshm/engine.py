@@ -213,6 +213,8 @@ class Engine:
                 )
                 return
             self._transfers.register(info)
+            # From the first ping on, silence is judged by the shorter limit, also if this process dies right now.
+            self._link.ping(self.instance_id)
             self._lookups.clear()
             self._generation += 1
             self._is_registered = True
