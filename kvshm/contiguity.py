@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from kvshm.spec import ArraySpec
+from kvshm.spec import ArraySpec, restride
 
 __all__ = ["ArrayTree", "attempt_permute_to_contiguous_view", "check_first_axis_padding", "storage_order"]
 
@@ -104,7 +104,7 @@ def _permuted_array(array: Array) -> Array:
     strides = tuple(step * array.dtype.itemsize for step in stride)
     if transposed.strides == strides or 0 in shape:
         return transposed
-    return cast(Array, np.lib.stride_tricks.as_strided(transposed, shape, strides))
+    return restride(transposed, shape, strides)
 
 
 def attempt_permute_to_contiguous_view(x: ArrayTree) -> ArrayTree:

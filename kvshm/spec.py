@@ -14,7 +14,7 @@ import numpy as np
 
 from kvshm.dtypes import DType
 
-__all__ = ["ArraySpec", "dense_strides"]
+__all__ = ["ArraySpec", "dense_strides", "restride"]
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -29,6 +29,16 @@ def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def restride(array: np.ndarray[Any, Any], shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """A view of other shape and strides (in bytes) that begins at the same element; the caller keeps it inside.
+
+    Whatever the dtype: NumPy's ``as_strided`` takes float8_e5m2 for a NumPy float of one byte, and fails.
+    """
+    raw = np.lib.stride_tricks.as_strided(array.view(f"V{array.dtype.itemsize}"), shape, strides)
+    view: np.ndarray[Any, Any] = raw.view(array.dtype)
+    return view
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from kvshm.contiguity import ArrayTree, attempt_permute_to_contiguous_view
 from kvshm.formats.names import EngineKVFormat as Format
-from kvshm.spec import ArraySpec
+from kvshm.spec import ArraySpec, restride
 
 __all__ = ["EngineType", "LayoutHints", "detect_format", "normalize_and_discover_per_layer_formats"]
 
@@ -202,6 +202,7 @@ def _check_fits(name: Format, entry: Entry) -> None:
 
 def _vllm_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:
     if isinstance(entry, list):
+        _heads_first(hints, None)  # a wrong hint is refused even where none is needed
         return _vllm_planes(entry), entry
     shape, rank = entry.shape, len(entry.shape)
     is_index_page = entry.dtype == np.uint8 and shape[-1] == INDEX_PAGE_WIDTH
@@ -252,7 +253,7 @@ def _warn_of_default_layout() -> None:
 
 
 def _vllm_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    _heads_first(hints, None)  # a wrong hint is refused even where none is needed
+    _heads_first(hints, None)  # as above
     if len(kv_caches.shape) == 6 and kv_caches.shape[2] == 2:
         return Format.NB_NL_TWO_BS_NH_HS, kv_caches
     raise _unknown("vLLM", kv_caches, "one array for all layers [NB, NL, 2, BS, NH, HS]")
@@ -376,22 +377,20 @@ def _positive_hint(hints: LayoutHints, key: str) -> int:
 
 
 def _split_axis(leaf: Leaf, axis: int, sizes: tuple[int, ...]) -> Leaf:
-    """One axis as several, row-major: a view for any stride, where ``reshape`` might copy."""
+    """One axis as several, row-major: a view for any stride, where ``reshape`` might copy. Sizes of 1 are tight."""
     spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
-    steps = []
+    steps: list[int] = []
     step = spec.stride[axis]
+    tight = spec.shape[axis + 1] * spec.stride[axis + 1] if axis + 1 < len(spec.shape) else 1
     for size in reversed(sizes):
-        steps.append(step)
+        steps.append(tight if size == 1 else step)
         step *= size
+        tight = size * steps[-1]
     shape = (*spec.shape[:axis], *sizes, *spec.shape[axis + 1 :])
     stride = (*spec.stride[:axis], *reversed(steps), *spec.stride[axis + 1 :])
     if isinstance(leaf, ArraySpec):
         return ArraySpec(shape, stride, spec.storage_offset, spec.dtype)
-    itemsize = leaf.dtype.itemsize
-    return cast(
-        "np.ndarray[Any, Any]",
-        np.lib.stride_tricks.as_strided(leaf, shape, tuple(step * itemsize for step in stride)),
-    )
+    return restride(leaf, shape, tuple(step * leaf.dtype.itemsize for step in stride))
 
 
 def _unknown(engine: str, found: ArrayTree, wanted: str) -> ValueError:

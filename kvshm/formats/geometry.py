@@ -15,7 +15,7 @@ import numpy as np
 from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType
 from kvshm.formats.names import EngineKVFormat
-from kvshm.spec import ArraySpec
+from kvshm.spec import ArraySpec, restride
 
 __all__ = ["Geometry", "geometry"]
 
@@ -192,4 +192,4 @@ def _merge_last_axes(leaf: Leaf) -> Leaf:
     shape = (*spec.shape[:-2], spec.shape[-2] * spec.shape[-1])
     if isinstance(leaf, ArraySpec):
         return ArraySpec(shape, (*spec.stride[:-2], spec.stride[-1]), spec.storage_offset, spec.dtype)
-    return np.lib.stride_tricks.as_strided(leaf, shape, (*leaf.strides[:-2], leaf.strides[-1]))
+    return restride(leaf, shape, (*leaf.strides[:-2], leaf.strides[-1]))
