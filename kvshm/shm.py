@@ -104,7 +104,7 @@ class _Table:
         self.owned: dict[Key, str] = {}
         self.swept = False
         self.has_finalizer = False
-        self.exiting = False
+        self.is_finalizing = sys.is_finalizing
 
     def after_fork_in_child(self) -> None:
         """The child keeps its copies of the mappings but owns no name, and its lock is free."""
@@ -148,8 +148,8 @@ class _Table:
         # A weak reference is dead before its callback runs, so no thread can be given these pages any more. With
         # __del__ instead, a look-up between the last use and the unmapping would return a mapping about to go.
         self.buried.append((key, reference))
-        if self.exiting:
-            return
+        if self.is_finalizing():
+            return  # the kernel cleans up; modules that this needs may be gone
         if not self.is_mapped(key):
             unlink_owned(key)
         with contextlib.suppress(OSError):  # the kernel cannot split a mapping any more: the pages stay until exit
@@ -160,16 +160,11 @@ _table = _Table()
 os.register_at_fork(after_in_child=_table.after_fork_in_child)
 
 
+@atexit.register
 def _unlink_all_owned() -> None:
+    """Remove the names that this process still owns; what is mapped stays readable."""
     for key in list(_table.owned):
         unlink_owned(key)
-
-
-@atexit.register
-def _at_exit() -> None:
-    _unlink_all_owned()
-    # From here on the kernel cleans up; modules that finalizers need may be gone.
-    _table.exiting = True
 
 
 def create_owned(
