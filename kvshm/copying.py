@@ -154,7 +154,7 @@ def _row_order(
     num_blocks, num_slots, num_heads, row_nbytes = shape
     block_step, slot_step, head_step, _ = strides
     slot_nbytes = num_heads * row_nbytes
-    if num_slots > 1 and chunk_slot_nbytes != slot_nbytes:
+    if chunk_slot_nbytes != slot_nbytes:
         return None  # the chunk has slots of other planes in between
     slot_is_contiguous = num_heads == 1 or head_step == row_nbytes
     block_is_contiguous = slot_is_contiguous and (num_slots == 1 or slot_step == slot_nbytes)
