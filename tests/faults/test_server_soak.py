@@ -126,10 +126,10 @@ def test_the_server_is_killed_under_load() -> None:
         engines = [EngineProcess(server.url, mode, seed) for seed, mode in enumerate(MODES)]
         with killed_at_last(engines):
             for _ in range(NUM_RESTARTS):
-                wait_for_hits(server.url)
+                wait_for_hits(server.url, engines)
                 server.kill()
                 server = serve(server.url)
-            wait_for_hits(server.url)
+            wait_for_hits(server.url, engines)
             for engine in engines:
                 total += engine.stop()
         assert total["wrong"] == 0, total
@@ -143,7 +143,7 @@ def test_the_server_is_killed_under_load() -> None:
     kvshm.sweep()
 
 
-def wait_for_hits(url: str) -> None:
+def wait_for_hits(url: str, engines: list[EngineProcess]) -> None:
     """Until both engines have found what they stored on this server."""
     deadline = time.monotonic() + 20
     with CacheClient(url) as client:
@@ -151,5 +151,8 @@ def wait_for_hits(url: str) -> None:
             status = client.status()
             if status["counters"]["hit_tokens"] > 20 * soak_engine.CHUNK and len(status["instances"]) == len(MODES):
                 return
-            assert time.monotonic() < deadline, status
+            dead = [engine.stop() for engine in engines if engine.process.poll() is not None]
+            assert not dead
+            if time.monotonic() > deadline:
+                pytest.fail(json.dumps(status))
             time.sleep(0.02)
