@@ -29,6 +29,7 @@ import numpy as np
 from kvshm import pages
 from kvshm.dtypes import DTypeLike, as_dtype
 from kvshm.objects import (
+    SHM_DIR,
     SHM_NAME_PREFIX,
     Key,
     SegmentInfo,
@@ -232,12 +233,12 @@ def _check_size(name: str, nbytes: int | None, actual: int) -> None:
 def _find_mapped(name: str, nbytes: int | None, readonly: bool) -> Mapping | None:
     """What is mapped already, for the price of one look at the name."""
     try:
-        status = os.lstat(object_path(name))
+        status = os.lstat(SHM_DIR + name)
     except OSError:
         return None
     # An object stays while it is mapped, so its number cannot be another's.
     with _table.lock:
-        mapping = _table.find(key_of(status), nbytes or 0, readonly)
+        mapping = _table.find((status.st_dev, status.st_ino), nbytes or 0, readonly)
     if mapping is not None:
         _check_size(name, nbytes, status.st_size)
     return mapping

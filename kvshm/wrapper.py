@@ -47,7 +47,6 @@ _MAX_RANK = 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
 _MAX_NUMBER = 2**64 - 1
 _MAX_STRIDE_BYTES = 2**62
 _INT = {int}
-_CHECKED = ("dtype", "shape", "stride", "storage_offset", "nbytes")
 
 
 class WireError(ValueError):
@@ -65,9 +64,6 @@ def _number(field: str, value: object) -> int:
 
 
 def _numbers(field: str, values: object) -> tuple[int, ...]:
-    # The plain case first: a cache has hundreds of layers.
-    if type(values) is tuple and set(map(type, values)) == _INT and min(values) >= 0 and max(values) <= _MAX_NUMBER:
-        return values
     if not isinstance(values, (tuple, list)):
         raise WireError(f"{field} must be a sequence of integers, not {values!r}")
     return tuple([_number(field, value) for value in values])
@@ -105,12 +101,20 @@ class ShmArrayWrapper:
             dtype = as_dtype(self.dtype)
         except ValueError as error:
             raise WireError(str(error)) from None
-        shape, stride = _numbers("shape", self.shape), _numbers("stride", self.stride)
-        offset, nbytes = _number("storage_offset", self.storage_offset), _number("nbytes", self.nbytes)
+        if dtype is not self.dtype:
+            object.__setattr__(self, "dtype", dtype)
+        shape, stride, offset, nbytes = self.shape, self.stride, self.storage_offset, self.nbytes
+        # All numbers at once where they are plain, as on the wire: a cache has hundreds of layers.
+        numbers = (*shape, *stride, offset, nbytes) if type(shape) is type(stride) is tuple else ()
+        if set(map(type, numbers)) != _INT or min(numbers) < 0 or max(numbers) > _MAX_NUMBER:
+            shape, stride = _numbers("shape", shape), _numbers("stride", stride)
+            offset, nbytes = _number("storage_offset", offset), _number("nbytes", nbytes)
+            for field, value in (("shape", shape), ("stride", stride), ("storage_offset", offset), ("nbytes", nbytes)):
+                object.__setattr__(self, field, value)
         if len(shape) != len(stride) or len(shape) > _MAX_RANK:
             raise WireError(f"shape {shape} and stride {stride} must have the same rank, of at most {_MAX_RANK} axes")
-        # ArraySpec.byte_span, without making a spec for it.
-        reach = sum([(size - 1) * step for size, step in zip(shape, stride, strict=True)])
+        # ArraySpec.byte_span without making a spec for it: the steps to the last index, (size - 1) * step each.
+        reach = sum(map(operator.mul, shape, stride)) - sum(stride)
         span = 0 if 0 in shape else (offset + reach + 1) * dtype.itemsize
         if span > nbytes:
             raise WireError(
@@ -125,10 +129,6 @@ class ShmArrayWrapper:
             )
         if not isinstance(device_uuid, str) or self.handle is not None:
             raise WireError(f"device_uuid must be a string and handle None, not {device_uuid!r} and {self.handle!r}")
-        given = (self.dtype, self.shape, self.stride, self.storage_offset, self.nbytes)
-        for field, value, before in zip(_CHECKED, (dtype, shape, stride, offset, nbytes), given, strict=True):
-            if value is not before:
-                object.__setattr__(self, field, value)
 
     @property
     def spec(self) -> ArraySpec:
@@ -152,9 +152,9 @@ class ShmArrayWrapper:
                 return np.empty(self.shape, self.dtype)
             segment = shm.attach_mapping(self.shm_name, self.nbytes).bytes()
             itemsize = self.dtype.itemsize
-            if max(self.stride, default=0) * itemsize <= _MAX_STRIDE_BYTES:
+            strides = tuple([step * itemsize for step in self.stride])
+            if max(strides, default=0) <= _MAX_STRIDE_BYTES:
                 # ArraySpec.view, for the many layers of a cache: the bounds were checked when the fields came in.
-                strides = tuple([step * itemsize for step in self.stride])
                 array: Array = np.ndarray(self.shape, self.dtype, segment, self.storage_offset * itemsize, strides)
                 return array
             # What no machine word holds passes the bounds only where it moves nothing: on axes of size 1.
