@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import secrets
 import signal
 import subprocess
@@ -95,19 +97,29 @@ def _run(tmp_path: Path, moment: str, count: int, signum: int, target: str) -> t
         return process.returncode, process.stdout.read().decode(), errors.decode(), left
 
 
-MOMENTS = [("start", 0), ("started", 0), ("start", 1), ("started", 1), ("started", 2), ("wait", 0), ("wait", 2)]
-STEPS = [("step", 0), ("step", 4), ("step", 10), ("step", 17), ("twice", 0)]
+MOMENTS = [
+    ("start", 0),
+    ("started", 1),
+    ("wait", 2),
+    ("step", 0),
+    ("step", 6),
+    ("step", 10),
+    ("step", 17),
+    ("twice", 0),
+]
 
 
-@pytest.mark.parametrize(("moment", "count"), MOMENTS + STEPS)
+@pytest.mark.parametrize(("moment", "count"), MOMENTS)
 def test_interrupt_of_the_group_leaves_nothing(tmp_path: Path, moment: str, count: int) -> None:
     code, out, errors, left = _run(tmp_path, moment, count, signal.SIGINT, "group")
     assert (code, out, errors) == (130, "", "kvshm demo: SIGINT; nothing is left\n")
     assert not left
 
 
-@pytest.mark.parametrize(("moment", "count"), [("started", 1), ("step", 3)])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("moment", "count", "signum"),
+    [("started", 0, signal.SIGINT), ("step", 3, signal.SIGINT), ("started", 2, signal.SIGTERM)],
+)
 def test_signal_to_the_parent_alone_leaves_nothing(
     tmp_path: Path, moment: str, count: int, signum: signal.Signals
 ) -> None:
@@ -116,8 +128,44 @@ def test_signal_to_the_parent_alone_leaves_nothing(
     assert not left
 
 
-@pytest.mark.parametrize("target", ["group", "parent"])
-@pytest.mark.parametrize(("moment", "count"), [("started", 0), ("started", 1), ("step", 5)])
+@pytest.mark.parametrize(
+    ("moment", "count", "target"), [("started", 1, "parent"), ("step", 5, "group"), ("step", 16, "parent")]
+)
 def test_children_of_a_killed_demo_end_by_themselves(tmp_path: Path, moment: str, count: int, target: str) -> None:
     code, out, errors, _ = _run(tmp_path, moment, count, signal.SIGKILL, target)
     assert (code, out, errors) == (-signal.SIGKILL, "", "")
+
+
+# Makes the terminal at stdin the one that signals this process, and becomes the demo.
+AT_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "kvshm", *sys.argv[1:]])
+"""
+
+
+def test_ctrl_c_at_a_terminal(tmp_path: Path) -> None:
+    """The key itself, typed once the progress bar is there: the terminal signals its foreground group."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_bytes(bytes(range(150)))
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_TERMINAL, "demo", "--prompt", str(prompt), "--chunk-size", "16"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"engine 1 prefill" not in shown:
+            shown += os.read(ours, 4096)
+        os.write(ours, b"\x03")
+        with contextlib.suppress(OSError):  # how Linux tells that the last one has left the terminal
+            while piece := os.read(ours, 4096):
+                shown += piece
+        os.close(ours)
+    assert process.returncode == 130, shown.decode()
+    assert shown.endswith(b"kvshm demo: SIGINT; nothing is left\r\n")
+    assert b"Traceback" not in shown
