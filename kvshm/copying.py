@@ -6,8 +6,8 @@ format. Two ways to move blocks:
 
 * **rows**: the planes as an array [row, byte], and the index of every row in the order of the chunk. One NumPy call
   moves all blocks of a chunk, whatever their ids, of all planes that lie in one piece of memory.
-* **runs**: one call per plane and run of consecutive ids, for the strides of any two sides. For runs so long that a
-  call costs nothing beside them, and for planes whose rows are no regular grid.
+* **runs**: one call per plane and run of consecutive ids, for the strides of any two sides. For long runs of small
+  blocks, and for planes whose rows are no regular grid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints: TypeAlias = "npt.NDArray[np.int64]"
 
 # Rows of this length cost no more per byte than longer ones.
 LONG_ROW_NBYTES = 4096
-# From this mean length on, runs of consecutive blocks are moved one by one.
+# From this mean length on, runs of blocks that are shorter rows are worth a call each.
 LONG_RUN_NBYTES = 64 * 1024
 # Rows that one call moves at most: its index has 32 KiB.
 CALL_ROWS = 4096
@@ -231,10 +231,9 @@ def choose_way(order: RowOrder | None, block_ids: Ints) -> Way:
     """How to move these blocks of planes of this order."""
     if order is None or not len(block_ids):
         return Way(None, _runs(block_ids))
-    if order.block_is_contiguous and len(block_ids) > 1:
-        block_nbytes = order.nbytes * len(order.offsets)
+    if order.block_is_contiguous and order.nbytes < LONG_ROW_NBYTES and len(block_ids) > 1:
         num_runs = 1 + int(np.count_nonzero(np.diff(block_ids) != 1))
-        if num_runs < len(block_ids) and len(block_ids) * block_nbytes >= num_runs * LONG_RUN_NBYTES:
+        if num_runs < len(block_ids) and len(block_ids) * order.nbytes >= num_runs * LONG_RUN_NBYTES:
             return Way(None, _runs(block_ids))
     return Way(order.index(block_ids))
 

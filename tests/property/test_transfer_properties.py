@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshm import copying, transfer
@@ -77,6 +77,7 @@ def limits(drawn: list[int]) -> Iterator[None]:
 SMALL = st.lists(st.sampled_from([1, 2, 7, 40, 10**6]), min_size=6, max_size=6)
 
 
+@settings(deadline=None)
 @given(st.data(), cases(unique=False), SMALL)
 def test_gather_is_bit_exact(data: st.DataObject, case: Case, small: list[int]) -> None:
     there = data.draw(st.lists(st.booleans(), min_size=case.num_chunks, max_size=case.num_chunks))
@@ -92,6 +93,7 @@ def test_gather_is_bit_exact(data: st.DataObject, case: Case, small: list[int]) 
     assert case.memory.tobytes() == before
 
 
+@settings(deadline=None)
 @given(st.data(), cases(unique=True), SMALL)
 def test_scatter_is_bit_exact_and_spares_protected_tokens(data: st.DataObject, case: Case, small: list[int]) -> None:
     context = case.context()
@@ -122,6 +124,7 @@ def _with_null_blocks(data: st.DataObject, case: Case) -> int:
     return NULL_BLOCK
 
 
+@settings(deadline=None)
 @given(cases(unique=True))
 def test_a_cache_comes_back_as_it_was(case: Case) -> None:
     context = case.context()
@@ -134,6 +137,7 @@ def test_a_cache_comes_back_as_it_was(case: Case) -> None:
     assert case.memory.tobytes() == after_gather
 
 
+@settings(deadline=None)
 @given(st.data(), cases(unique=True))
 def test_ids_that_move_nothing_may_be_anything(data: st.DataObject, case: Case) -> None:
     context = case.context()
