@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from kvshm import pages, shm
+from kvshm import mappings, pages
 from kvshm.objects import Key
 
 __all__ = ["Home", "home_of", "move_to_segment"]
@@ -54,17 +54,17 @@ class _Moved:
         # A bytearray and its like move their memory when they grow, unless it is exported. An mmap may be closed by
         # its user, which takes the pages with it and leaves nothing to give back.
         self.export = None if isinstance(owner, (np.ndarray, mmap.mmap)) else _export(owner)
-        self.lent: weakref.ref[shm.Mapping] | None = None
+        self.lent: weakref.ref[mappings.Mapping] | None = None
         self.is_given_back = False
 
-    def lend(self) -> shm.Mapping | None:
+    def lend(self) -> mappings.Mapping | None:
         """A mapping for arrays of this process that are made from the descriptor; it holds the owner."""
         owner = self.owner  # held before looking: a collection may give the pages back at any call
         if self.is_given_back:
             return None
         mapping = None if self.lent is None else self.lent()
         if mapping is None:
-            mapping = shm.Mapping(self.name, self.key, address=self.address, nbytes=self.nbytes, owner=owner)
+            mapping = mappings.Mapping(self.name, self.key, address=self.address, nbytes=self.nbytes, owner=owner)
             self.lent = weakref.ref(mapping)
         return mapping
 
@@ -119,7 +119,7 @@ def _on_collection(phase: str, info: dict[str, int]) -> None:
     """Let go of the memory whose owner nobody else holds."""
     if phase != "stop" or not _moved:
         return
-    lock = shm.table_lock()
+    lock = mappings.table_lock()
     # Not waiting for the lock: the thread that has it may be waiting for one that the code around this one holds.
     if lock.acquire(blocking=False):
         try:
@@ -136,8 +136,8 @@ def _let_go(owner_id: int, moved: list[_Moved]) -> None:
     try:
         for record in moved:
             record.give_back(keep_bytes=not dies)
-            shm.end_lending(record.key)
-            shm.unlink_owned(record.key)
+            mappings.end_lending(record.key)
+            mappings.unlink_owned(record.key)
     except OSError:
         # No memory for private pages now. The owner must not go before they are there: the next collection tries.
         return
@@ -177,7 +177,7 @@ def home_of(array: Array) -> Home | None:
         ValueError: A part of it was moved into a segment and the rest was not.
     """
     root = root_of(array)
-    if isinstance(root, shm.Mapping):
+    if isinstance(root, mappings.Mapping):
         return Home(root.name, root.address, root.nbytes)
     moved = _moved.get(id(root))
     if moved is None or not array.size:
@@ -214,27 +214,27 @@ def move_to_segment(array: Array) -> Home:
         OSError: No room for the segment.
     """
     start, nbytes, owner = address_of(array), array.nbytes, root_of(array)
-    with shm.table_lock():
+    with mappings.table_lock():
         home = home_of(array)
         if home is not None:  # another thread was faster, as it may be again below
             return home
         _check_movable(array, start, nbytes)
-    fd, name, key = shm.create_owned(nbytes)
+    fd, name, key = mappings.create_owned(nbytes)
     try:
         flat = array.reshape(-1).view(np.uint8).data
         done = 0
         while done < nbytes:  # one write ends at 2 GiB
             done += os.pwrite(fd, flat[done:], done)
         del flat
-        with shm.table_lock():
+        with mappings.table_lock():
             home = home_of(array)
             if home is None:
                 _replace(fd, _Moved(name, key, start, nbytes, owner))
                 return Home(name, start, nbytes)
-        shm.unlink_owned(key)
+        mappings.unlink_owned(key)
         return home
     except BaseException:
-        shm.unlink_owned(key)
+        mappings.unlink_owned(key)
         raise
     finally:
         os.close(fd)
@@ -246,12 +246,12 @@ def _replace(fd: int, record: _Moved) -> None:
         gc.callbacks.append(_on_collection)
     moved = _moved.setdefault(id(record.owner), [])
     moved.append(record)
-    shm.lend(record.key, record.lend)
+    mappings.lend(record.key, record.lend)
     try:
         pages.map_shared(fd, record.nbytes, address=record.address)
     except BaseException:
         record.give_back(keep_bytes=True)
-        shm.end_lending(record.key)
+        mappings.end_lending(record.key)
         moved.remove(record)
         if not moved:
             del _moved[id(record.owner)]

@@ -17,9 +17,12 @@ __all__ = [
     "Extent",
     "advise",
     "extents",
+    "huge_page_size",
+    "make_huge",
     "map_private",
     "map_shared",
     "move",
+    "num_huge_bytes",
     "round_to_pages",
     "unmap",
 ]
@@ -28,6 +31,8 @@ PAGE_SIZE = mmap.PAGESIZE
 
 _MAP_FIXED = 0x10  # the same number on every Linux architecture; the mmap module does not name it
 _MREMAP_MAYMOVE_FIXED = 3
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,15 +60,29 @@ def _error(what: str) -> OSError:
     return OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def map_shared(fd: int, nbytes: int, *, address: int = 0, readonly: bool = False) -> int:
+def map_shared(fd: int, nbytes: int, *, address: int = 0, readonly: bool = False, alignment: int = 0) -> int:
     """Map the first ``nbytes`` bytes of an open file, shared; the descriptor may be closed afterwards.
 
     Args:
         address: 0 lets the kernel choose; else whatever lies at these (page-aligned) addresses is replaced.
+        alignment: Of the address that the kernel chooses, if pages are not enough.
 
     Raises:
         OSError: The kernel refused.
     """
+    if alignment:
+        length = round_to_pages(nbytes)
+        area = map_private(length + alignment)
+        start = -(-area // alignment) * alignment
+        try:
+            map_shared(fd, nbytes, address=start, readonly=readonly)
+        except BaseException:
+            unmap(area, length + alignment)
+            raise
+        for low, high in ((area, start), (start + length, area + length + alignment)):
+            if high > low:
+                unmap(low, high - low)
+        return start
     protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_SHARED | (_MAP_FIXED if address else 0)
     mapped = _mmap(address, nbytes, protection, flags, fd, 0)
@@ -113,6 +132,40 @@ def advise(address: int, nbytes: int, advice: int) -> None:
     """
     if _madvise(address, nbytes, advice):
         raise _error(f"madvise({advice}) on {nbytes} bytes failed")
+
+
+def huge_page_size() -> int:
+    """Bytes of a transparent huge page; 0 where the kernel has none."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", encoding="ascii") as size:
+            return int(size.read())
+    except OSError:
+        return 0
+
+
+def make_huge(address: int, nbytes: int) -> None:
+    """Ask the kernel to put these pages, which exist, together to huge ones.
+
+    Raises:
+        OSError: It did not, or not with all of them.
+    """
+    advise(address, nbytes, mmap.MADV_HUGEPAGE)
+    advise(address, nbytes, _MADV_POPULATE_WRITE)
+    advise(address, nbytes, _MADV_COLLAPSE)
+
+
+def num_huge_bytes(start: int, end: int) -> int:
+    """How many bytes of the shared mappings between two addresses this process reaches by huge pages."""
+    total, is_inside = 0, False
+    with open("/proc/self/smaps", "rb") as lines:
+        for line in lines:
+            name, *numbers = line.split()
+            if not name.endswith(b":"):
+                low, high = (int(part, 16) for part in name.split(b"-"))
+                is_inside = low < end and high > start
+            elif is_inside and name in (b"ShmemPmdMapped:", b"FilePmdMapped:"):
+                total += int(numbers[0]) << 10
+    return total
 
 
 @dataclass(frozen=True, slots=True)

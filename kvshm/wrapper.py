@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import msgpack
 import numpy as np
 
-from kvshm import shm
+from kvshm import mappings, shm
 from kvshm.contiguity import attempt_permute_to_contiguous_view
 from kvshm.dtypes import DType, DTypeLike, as_dtype, dtype_name
 from kvshm.migrate import address_of, home_of, move_to_segment
@@ -150,7 +150,7 @@ class ShmArrayWrapper:
         try:
             if 0 in self.shape:
                 return np.empty(self.shape, self.dtype)
-            segment = shm.attach_mapping(self.shm_name, self.nbytes).bytes()
+            segment = mappings.attach_mapping(self.shm_name, self.nbytes).bytes()
             itemsize = self.dtype.itemsize
             strides = tuple([step * itemsize for step in self.stride])
             if max(strides, default=0) <= _MAX_STRIDE_BYTES:
@@ -333,11 +333,14 @@ def zeros(shape: Shape, dtype: DTypeLike, *, name: str | None = None) -> Array:
     return empty(shape, dtype, name=name)
 
 
-def empty_many(shapes: Iterable[Shape], dtypes: DTypeLike, *, name: str | None = None) -> list[Array]:
+def empty_many(
+    shapes: Iterable[Shape], dtypes: DTypeLike, *, name: str | None = None, hugepages: shm.HugePages = None
+) -> list[Array]:
     """Arrays in one segment, in order, each at the start of a page: all layers of a cache.
 
     Args:
         dtypes: One dtype for all, or one for each shape.
+        hugepages: As for :meth:`kvshm.Segment.create`.
 
     Raises:
         FileExistsError, ShmFullError, ValueError: As for :func:`empty`; also if the counts differ.
@@ -350,7 +353,7 @@ def empty_many(shapes: Iterable[Shape], dtypes: DTypeLike, *, name: str | None =
     for form, kind in zip(forms, kinds, strict=True):
         starts.append(round_to_pages(end))
         end = starts[-1] + ArraySpec.dense(form, kind).nbytes
-    segment = shm.Segment.create(end, name) if end else None
+    segment = shm.Segment.create(end, name, hugepages=hugepages) if end else None
     return [
         np.empty(form, kind)
         if segment is None or 0 in form

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support, however the tests are started
 
 import kvshm
-from kvshm import shm
+from kvshm import mappings
 from tests.support.memory import exists
 
 
@@ -35,7 +35,7 @@ def _no_segment_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.session.testsfailed:
         return  # tracebacks hold arrays
     gc.collect()
-    assert not shm._table.owned, f"segments of this process are left: {sorted(shm._table.owned.values())}"
+    assert not mappings._table.owned, f"segments of this process are left: {sorted(mappings._table.owned.values())}"
     deadline = time.monotonic() + 5
     while left := _orphans() - before:
         assert time.monotonic() < deadline, f"segments that no process uses are left: {sorted(left)}"

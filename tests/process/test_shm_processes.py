@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import kvshm
 from kvshm.dtypes import DTYPES
-from tests.support.memory import PAGE, exists, fill, num_mappings
+from tests.support.memory import PAGE, exists, fill, num_mappings, sweep_until_gone
 from tests.support.processes import Peer, PeerError, run_python, run_script
 
 
@@ -132,8 +133,9 @@ def test_a_killed_creators_segment_is_removed_by_the_next_process() -> None:
     name = peer.get("kvshm.wrap(array).shm_name")
     assert kvshm.SegmentInfo(name, 1013, in_use=True) in kvshm.list_segments()
     peer.kill()
-    # Gone already if anything else on this machine began to use kvshm just now.
-    assert kvshm.SegmentInfo(name, 1013, in_use=True) not in kvshm.list_segments()
+    deadline = time.monotonic() + 30
+    while kvshm.SegmentInfo(name, 1013, in_use=True) in kvshm.list_segments():  # the kernel lets go a moment later
+        assert time.monotonic() < deadline
     run_python("import kvshm; kvshm.empty((1,), 'uint8')")
     assert not exists(name)
 
@@ -149,8 +151,7 @@ def test_a_killed_creators_segment_stays_while_somebody_uses_it() -> None:
     assert exists(wrapper.shm_name)
     run_python(f"import kvshm; assert kvshm.ShmArrayWrapper.from_bytes({data!r}).to_array().sum() == 30")
     del mapped
-    kvshm.sweep()
-    assert not exists(wrapper.shm_name)
+    sweep_until_gone(wrapper.shm_name)
 
 
 @pytest.mark.namespaces
@@ -169,19 +170,18 @@ def test_locks_and_not_process_ids_say_who_lives(unshare: tuple[str, ...]) -> No
     theirs = peer.get("kvshm.wrap(array).shm_name")
     os.kill(peer.pid, signal.SIGKILL)  # unshare; it takes its child along
     peer.process.communicate(timeout=60)
-    kvshm.sweep()
-    assert not exists(theirs)
+    sweep_until_gone(theirs)
     assert exists(kvshm.wrap(ours).shm_name)
 
 
 FORK = """
 import os, sys, gc, kvshm, mmap, numpy as np
-from kvshm import shm
+from kvshm import mappings
 segment = kvshm.Segment.create(100)
 array = segment.array((100,), "uint8")
 moved = np.frombuffer(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 moved_name = kvshm.wrap(moved).shm_name
-lock = shm.table_lock()
+lock = mappings.table_lock()
 {before}
 child = os.fork()
 if child == 0:

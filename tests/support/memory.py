@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvshm import shm
+import kvshm
+from kvshm import mappings
 
 PAGE = mmap.PAGESIZE
 
@@ -29,9 +31,18 @@ def exists(name: str) -> bool:
     return os.path.lexists(f"/dev/shm{name}")
 
 
+def sweep_until_gone(name: str) -> None:
+    """Sweep until a dead process's segment has gone: the kernel lets go of its lock a moment after its death."""
+    deadline = time.monotonic() + 30
+    while exists(name):
+        kvshm.sweep()
+        assert time.monotonic() < deadline, f"segment {name} is never swept"
+        time.sleep(0.005)
+
+
 def created() -> set[str]:
     """The names of the segments that this process has created and not unlinked."""
-    return set(shm._table.owned.values())
+    return set(mappings._table.owned.values())
 
 
 def fill(array: np.ndarray[Any, Any], seed: int = 0) -> bytes:

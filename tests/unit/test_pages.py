@@ -67,6 +67,20 @@ def test_readonly_pages() -> None:
     pages.unmap(address, 1)
 
 
+def test_an_alignment_beyond_pages() -> None:
+    fd = os.memfd_create("kvshm-test")
+    os.ftruncate(fd, 3 * PAGE_SIZE + 1)
+    alignment = 16 * PAGE_SIZE
+    address = pages.map_shared(fd, 3 * PAGE_SIZE + 1, alignment=alignment)
+    os.close(fd)
+    assert address % alignment == 0
+    [part] = [part for part in pages.extents(address - alignment, address + alignment) if "kvshm-test" in part.path]
+    assert (part.start, part.end) == (address, address + 4 * PAGE_SIZE)
+    pages.unmap(address, 4 * PAGE_SIZE)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        pages.map_shared(-1, PAGE_SIZE, alignment=alignment)
+
+
 def test_the_kernels_refusals_are_errors() -> None:
     with pytest.raises(OSError, match="mapping 4096 bytes of shared memory failed: Bad file descriptor") as caught:
         pages.map_shared(-1, 4096)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm import Segment
+from kvshm import Segment, pages, shm
 from kvshm.dtypes import DTYPES
 from tests.support.memory import PAGE, exists, fill, num_descriptors, num_mappings
 
@@ -290,6 +290,37 @@ def test_list_and_sweep_leave_live_segments() -> None:
 def test_repr_says_what_it_is() -> None:
     with Segment.create(13) as segment:
         assert repr(segment) == f"Segment(name={segment.name!r}, nbytes=13, is_owner=True)"
+
+
+def test_huge_pages_are_had_or_missed_without_harm() -> None:
+    nbytes = 5 << 20
+    segment = Segment.create(nbytes, hugepages="try")
+    assert 0 <= segment.huge_nbytes <= nbytes
+    if pages.huge_page_size():
+        assert segment.address % pages.huge_page_size() == 0
+    content = fill(segment.array((nbytes,), "uint8"))
+    assert Segment.attach(segment.name, readonly=True).array((nbytes,), "uint8").tobytes() == content
+    try:
+        required = Segment.create(nbytes, hugepages="require")
+    except OSError as error:
+        assert "huge pages were required" in str(error)  # noqa: PT017  either may happen
+    else:
+        assert required.huge_nbytes >= nbytes // pages.huge_page_size() * pages.huge_page_size()
+    assert not any(layer.any() for layer in kvshm.empty_many([(PAGE,)] * 3, "uint8", hugepages="try"))
+
+
+def test_huge_pages_that_are_required_and_refused(segment_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EINVAL, "refused")
+
+    monkeypatch.setattr(pages, "make_huge", refuse)
+    monkeypatch.setattr(pages, "num_huge_bytes", lambda *_: 0)
+    monkeypatch.setattr(shm, "HUGE_PAGE_SIZE", 1 << 21)
+    assert Segment.create(5 << 20, hugepages="try").huge_nbytes == 0
+    with pytest.raises(OSError, match=f"required for {4 << 20} bytes but the kernel gave them for 0") as caught:
+        Segment.create(5 << 20, segment_name, hugepages="require")
+    assert caught.value.errno == errno.EOPNOTSUPP
+    assert not exists(segment_name)
 
 
 def test_threads_create_attach_and_drop_at_once() -> None:
