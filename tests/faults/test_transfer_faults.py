@@ -17,8 +17,7 @@ from kvshm.transfer import gather_chunks, object_group_nbytes, scatter_chunks
 NB = 32
 
 
-@pytest.fixture
-def cache() -> list[np.ndarray[Any, Any]]:
+def shared_cache() -> list[np.ndarray[Any, Any]]:
     layers = kvshm.empty_many([(2, NB, 16, 2, 64)] * 4, ["uint8"] * 4)
     for number, layer in enumerate(layers):
         layer[...] = np.random.default_rng(number).integers(0, 256, layer.shape, dtype=np.uint8)
@@ -31,8 +30,9 @@ def expected(cache: list[np.ndarray[Any, Any]], ids: list[int]) -> bytes:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_an_error_in_the_middle_comes_out_and_the_next_transfer_works(
-    cache: list[np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch, num_threads: int
+    monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
+    cache = shared_cache()
     context = CPUCacheContext(cache, 256, {"kv_layout": "NHD"})
     chunks = [bytearray(object_group_nbytes(context, 0)) for _ in range(2)]
     ids = np.random.default_rng(9).permutation(NB).tolist()
@@ -52,7 +52,8 @@ def test_an_error_in_the_middle_comes_out_and_the_next_transfer_works(
     assert [bytes(chunk) for chunk in chunks] == [expected(cache, ids[:16]), expected(cache, ids[16:])]
 
 
-def test_many_callers_at_once(cache: list[np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = shared_cache()
     monkeypatch.setattr(transfer, "MIN_JOB_NBYTES", 1)
     context = CPUCacheContext(cache, 256, {"kv_layout": "NHD"})
     nbytes = object_group_nbytes(context, 0)
@@ -73,7 +74,8 @@ def test_many_callers_at_once(cache: list[np.ndarray[Any, Any]], monkeypatch: py
     assert all(map(np.array_equal, cache, before))
 
 
-def test_a_context_may_be_closed_while_it_is_used(cache: list[np.ndarray[Any, Any]]) -> None:
+def test_a_context_may_be_closed_while_it_is_used() -> None:
+    cache = shared_cache()
     wrappers = [kvshm.wrap(layer) for layer in cache]
     ids = list(range(16))
     for _ in range(30):
