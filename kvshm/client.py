@@ -155,7 +155,6 @@ class CacheClient(PlainOperations):
             self._link,
             transfers,
             context.kv_layer_groups_manager,
-            engine_group_infos,
             model_name,
             world_size,
             worker_id,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvshm import wire
 from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
 from kvshm.engine_modes import NotRegisteredError, Transfers
-from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager, expand_engine_block_ids
+from kvshm.layout import KVLayerGroupsManager
 from kvshm.link import ServerLink
 from kvshm.operations import ServerInfo
 from kvshm.prefix import Ints, chunk_hashes, int64_array, token_array
@@ -60,7 +60,6 @@ class Engine:
         link: ServerLink,
         transfers: Transfers,
         manager: KVLayerGroupsManager,
-        engine_group_infos: Sequence[EngineGroupInfo],
         model_name: str,
         world_size: int,
         worker_id: int,
@@ -70,7 +69,6 @@ class Engine:
         self._link = link
         self._transfers = transfers
         self._manager = manager
-        self._infos = tuple(engine_group_infos)
         self._model_name = model_name
         self._world_size = world_size
         self._worker_id = worker_id
@@ -281,14 +279,19 @@ class Engine:
 
     def _kernel_block_ids(self, block_ids: BlockIds, num_chunks: int) -> list[NDArray[np.int64]]:
         """Per kernel group the block ids of the whole chunks."""
-        try:
-            per_kernel_group: Sequence[Any] = expand_engine_block_ids(self._infos, block_ids)  # type: ignore[arg-type]  # arrays will do
-        except IndexError as error:
-            raise ValueError(f"block_ids: {error}") from None
+        groups = self._manager.kernel_groups
+        is_flat = len(block_ids) == 0 or np.ndim(block_ids[0]) == 0
+        per_engine_group: Any = [block_ids] if is_flat else block_ids
+        num_needed = 1 + max(group.engine_group_idx for group in groups)
+        if len(per_engine_group) < num_needed:
+            raise ValueError(
+                f"engine group {num_needed - 1} has no block ids: lists were given for {len(per_engine_group)} engine "
+                f"groups"
+            )
         ids = []
-        for index, given in enumerate(per_kernel_group):
+        for index, group in enumerate(groups):
+            array = int64_array(per_engine_group[group.engine_group_idx], f"block_ids of kernel group {index}")
             needed = self._manager.blocks_per_chunk(index) * num_chunks
-            array = int64_array(given, f"block_ids of kernel group {index}")
             if array.size < needed:
                 raise ValueError(
                     f"{num_chunks} chunks of {self.chunk_size} tokens take {needed} blocks of kernel group {index}, "

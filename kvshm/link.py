@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Protocol
 
 from kvshm import wire
@@ -134,7 +135,11 @@ class ServerLink(PlainOperations):
     def _check(self) -> None:
         """See whether the server is there and still the same; renew the leases."""
         before, was_up = self._info, self.is_up
-        info = probe(self._connections, _PROBE_TIMEOUT_S)
+        if was_up and before is not None and not before.is_kvshm:
+            # A real LMCache server logs an error for a question that it does not know: it is asked that once.
+            info = replace(before, chunk_size=self.get_chunk_size(timeout_s=_PROBE_TIMEOUT_S))
+        else:
+            info = probe(self._connections, _PROBE_TIMEOUT_S)
         is_other = before is None or info.boot_token != before.boot_token or info.is_kvshm != before.is_kvshm
         # A real LMCache server has no boot token; once it was away it may be another.
         if is_other or (not was_up and not info.is_kvshm):

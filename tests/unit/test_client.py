@@ -202,6 +202,23 @@ def test_hybrid_models(client: CacheClient) -> None:
             engine.store(TOKENS, full)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_of_different_sizes_without_groups(client: CacheClient, mode: Any) -> None:
+    """Two kernel groups of one engine group: one list of block ids is for both."""
+    shapes = [(2, 31, BLOCK, 5, 7)] * 2 + [(2, 31, BLOCK, 2, 11)]
+    arrays: list[Any] = kvshm.empty_many(shapes, ["float16"] * 3)
+    for array in arrays:
+        bits(array)[...] = np.arange(array.nbytes) % 251
+    if mode == "engine_driven":
+        arrays = [array.copy() for array in arrays]
+    with client.register(arrays, "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+        expected = blocks_of(arrays, BLOCKS[:6])
+        wipe(arrays)
+        assert engine.retrieve(TOKENS, [OTHER_BLOCKS]) == 3 * CHUNK
+        assert blocks_of(arrays, OTHER_BLOCKS) == expected
+
+
 def test_mixed_groups_copied_by_the_engine(client: CacheClient) -> None:
     arrays: list[Any] = [array.copy() for array in layers(1)]
     arrays.append(np.arange(2 * 31 * BLOCK * 3 * 2, dtype=np.float32).reshape(2, 31, BLOCK, 3, 2))
