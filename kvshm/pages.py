@@ -10,7 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from dataclasses import dataclass
+
+if sys.platform != "linux":
+    raise ImportError(f"kvshm shares memory the way Linux does and cannot on {sys.platform}")
 
 __all__ = [
     "PAGE_SIZE",

@@ -7,6 +7,8 @@ mean.
 from __future__ import annotations
 
 import errno
+import operator
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
@@ -26,9 +28,15 @@ from kvshm.mappings import (
 from kvshm.objects import SHM_NAME_PREFIX, SegmentInfo, list_segments, posix_name, sweep
 from kvshm.spec import ArraySpec, dense_strides
 
-__all__ = ["SHM_NAME_PREFIX", "HugePages", "Segment", "SegmentInfo", "list_segments", "sweep"]
+__all__ = ["SHM_NAME_PREFIX", "HugePages", "Segment", "SegmentInfo", "Shape", "as_shape", "list_segments", "sweep"]
 
 HugePages = Literal["try", "require"] | None
+Shape = int | Sequence[int]
+
+
+def as_shape(shape: Shape) -> tuple[int, ...]:
+    """A shape as NumPy takes it, one number or several, as a tuple of ints."""
+    return (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
 
 
 class Segment:
@@ -72,6 +80,7 @@ class Segment:
             ShmFullError: There is no room for it (an OSError with errno ENOSPC).
             ValueError, PermissionError, OSError: As their text says. Nothing is left of the attempt.
         """
+        nbytes = operator.index(nbytes)
         segment = cls(create_mapping(nbytes, name, mode, reserve=reserve), nbytes, current_process())
         if hugepages is not None:
             try:
@@ -145,7 +154,7 @@ class Segment:
         return self._creator is current_process()
 
     def array(
-        self, shape: tuple[int, ...], dtype: DTypeLike, stride: tuple[int, ...] | None = None, offset: int = 0
+        self, shape: Shape, dtype: DTypeLike, stride: Sequence[int] | None = None, offset: int = 0
     ) -> np.ndarray[Any, Any]:
         """An array over these bytes, which keeps them mapped.
 
@@ -156,8 +165,9 @@ class Segment:
         Raises:
             ValueError: It does not fit in the segment.
         """
-        steps = dense_strides(tuple(shape)) if stride is None else tuple(stride)
-        spec = ArraySpec(tuple(shape), steps, offset, as_dtype(dtype))
+        sizes = as_shape(shape)
+        steps = dense_strides(sizes) if stride is None else as_shape(stride)
+        spec = ArraySpec(sizes, steps, operator.index(offset), as_dtype(dtype))
         if spec.byte_span > self._nbytes:
             raise ValueError(
                 f"array of shape {spec.shape} and stride {spec.stride} ({spec.dtype}) needs bytes "

@@ -8,7 +8,7 @@ fit is a :class:`WireError`, before anything is opened or mapped.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from kvshm.migrate import address_of, home_of, move_to_segment
 from kvshm.objects import SHM_NAME_PREFIX, is_posix_name
 from kvshm.pages import round_to_pages
 from kvshm.registry import register_wrapper
+from kvshm.shm import Shape, as_shape
 from kvshm.spec import ArraySpec, dense_strides
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
-Shape = int | Sequence[int]
 
 _TYPE = "cpu_shm"
 _VERSION = 1
@@ -307,10 +307,6 @@ def share(array: Array) -> Array:
     return copy
 
 
-def _as_shape(shape: Shape) -> tuple[int, ...]:
-    return (operator.index(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(operator.index, shape))
-
-
 def empty(shape: Shape, dtype: DTypeLike, *, name: str | None = None) -> Array:
     """A C-contiguous array in a segment of its own, page-aligned and zeroed.
 
@@ -345,7 +341,7 @@ def empty_many(
     Raises:
         FileExistsError, ShmFullError, ValueError: As for :func:`empty`; also if the counts differ.
     """
-    forms = [_as_shape(shape) for shape in shapes]
+    forms = [as_shape(shape) for shape in shapes]
     kinds = [as_dtype(kind) for kind in (dtypes if isinstance(dtypes, (list, tuple)) else [dtypes] * len(forms))]
     if len(forms) != len(kinds):
         raise ValueError(f"{len(forms)} shapes but {len(kinds)} dtypes; give one dtype for each, or one for all")

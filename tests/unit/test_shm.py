@@ -149,6 +149,15 @@ def test_strides_and_offset_count_elements() -> None:
         assert padded.tolist() == [[11 + 7 * row + column for column in range(5)] for row in range(3)]
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    with Segment.create(np.int64(30)) as segment:
+        array = segment.array([np.uint8(3), 2], "int16", [2, 1], np.int32(4))
+        assert array.shape == (3, 2)
+        assert segment.array(15, "int16").shape == (15,)
+    with pytest.raises(TypeError):
+        Segment.create(3.0)  # type: ignore[arg-type]
+
+
 def test_the_name_goes_with_the_last_array_or_handle() -> None:
     segment = Segment.create(10)
     name = segment.name
