@@ -274,23 +274,23 @@ def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[
         shared: Other threads copy at the same time, and want the interpreter's lock meanwhile.
     """
     items = stack.items
-    calls: list[tuple[Array, Ints, Array]] = []
+    calls: list[tuple[Array, Any, Array]] = []
     for cut, way in zip(pieces, ways, strict=True):
         if cut.first_slot:
             for plane in stack.planes[which.start : which.stop]:
                 first = plane.blocks[int(cut.block_ids[0])]
-                first[cut.first_slot :] = _chunk_slots(plane, cut)[0, cut.first_slot :]
+                calls.append((first[cut.first_slot :], ..., _chunk_slots(plane, cut)[0, cut.first_slot :]))
         piece = cut.whole_blocks
         if way.index is None:
             for plane in stack.planes[which.start : which.stop]:
-                for in_chunk, in_plane in _runs_of(plane, piece, way):
-                    in_plane[...] = in_chunk
+                calls += [(in_plane, ..., in_chunk) for in_chunk, in_plane in _runs_of(plane, piece, way)]
             continue
         for index, values in _calls(stack, which, piece, way.index):
             if shared and index.size <= LOCKED_INDEX_LENGTH:
                 calls.append((stack.rows, index, values))
             else:
                 calls.append((items, index.reshape(-1), values.reshape(-1).view(items.dtype)))
+    # In the order of the pieces: of what is written to one block twice, the last stays.
     for target, index, values in calls:
         target[index] = values
 

@@ -166,6 +166,19 @@ def test_merged_runs_are_moved_as_the_blocks_one_by_one() -> None:
     assert not view[160:320].any()
 
 
+def test_of_two_writes_to_a_block_the_last_stays_whichever_way_it_goes() -> None:
+    view = np.zeros((640, 1, 1, 1024), np.uint8)
+    plane = plane_of(view, 0, 1024)
+    by_index, by_runs = np.array([7, 9, 7, 3] * 40), np.r_[7:87, 200:280]
+    pieces = [Piece(np.full(160 * 1024, value, np.uint8), ids) for value, ids in ((1, by_index), (2, by_runs))]
+    ways = [choose_way(plane.order, piece.block_ids) for piece in pieces]
+    assert [way.index is None for way in ways] == [False, True]
+    scatter(one_stack(plane, 160), range(1), pieces, ways, shared=False)
+    assert (view[7, 0, 0, 0], view[9, 0, 0, 0], view[3, 0, 0, 0]) == (2, 2, 1)
+    scatter(one_stack(plane, 160), range(1), pieces[::-1], ways[::-1], shared=False)
+    assert (view[7, 0, 0, 0], view[9, 0, 0, 0], view[8, 0, 0, 0]) == (1, 1, 2)
+
+
 def planes_of(arrays: list[np.ndarray[Any, Any]]) -> list[Plane]:
     return [plane_of(array, index * len(IDS) * BLOCK, SLOT) for index, array in enumerate(arrays)]
 
