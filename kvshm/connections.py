@@ -13,8 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -33,6 +32,9 @@ __all__ = [
 _SLICE_S = 0.05
 _FIRST_SLICE_MS = 10
 _MAX_IDLE = 64
+# A connection has a few requests under way at most, so uids of one byte, used over and over, tell them apart.
+_UIDS = [wire.pack(uid) for uid in range(128)]
+_PLAIN_REPLIES = {wire.pack(value): value for value in (None, True, False, "OK")}
 
 
 class CacheServerError(RuntimeError):
@@ -47,11 +49,9 @@ class ServerUnreachableError(ConnectionError):
     """No connection to the server, or it broke before the reply."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What came back: a result, or why there is none."""
+class Reply(NamedTuple):
+    """What came back: a result (None where the operation has none), or why there is none."""
 
-    has_result: bool
     result: Any
     reason: str | None
 
@@ -72,7 +72,7 @@ class Connection:
         self.socket.connect(url)
         self._url = url
         self._connect_timeout_s = connect_timeout_s
-        self._next_uid = itertools.count()
+        self._next_uid = itertools.cycle(range(len(_UIDS)))
         self.uid = -1  # of the request sent last
 
     @property
@@ -87,7 +87,7 @@ class Connection:
             ServerUnreachableError: The server is not there.
         """
         uid = next(self._next_uid)
-        frames = [wire.pack(uid), operation, *payload]
+        frames = [_UIDS[uid], operation, *payload]
         try:
             self.socket.send_multipart(frames)
         except zmq.Again:
@@ -148,11 +148,13 @@ class Connection:
 
 
 def _read_reply(frames: list[bytes], uid: int) -> Reply | None:
-    if len(frames) < 2 or frames[0] != wire.pack(uid):
+    if len(frames) < 2 or frames[0] != _UIDS[uid]:
         return None
-    result = wire.unpack(frames[2]) if len(frames) > 2 else None
-    reason = wire.unpack(frames[3]) if len(frames) > 3 else None
-    return Reply(len(frames) > 2, result, None if reason is None else str(reason))
+    if len(frames) == 2:
+        return Reply(None, None)
+    reason = None if len(frames) == 3 else str(wire.unpack(frames[3]))
+    frame = frames[2]
+    return Reply(_PLAIN_REPLIES[frame] if frame in _PLAIN_REPLIES else wire.unpack(frame), reason)
 
 
 class Connections:

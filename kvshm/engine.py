@@ -7,8 +7,8 @@ finds nothing. What a caller gets wrong (too few block ids, no integers) raises 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from kvshm.engine_modes import NotRegisteredError, Transfers
 from kvshm.layout import KVLayerGroupsManager
 from kvshm.link import ServerLink
 from kvshm.operations import ServerInfo
-from kvshm.prefix import Ints, chunk_hashes, int64_array, token_array
+from kvshm.prefix import Ints, int64_array, token_array
 from kvshm.protocol import CacheKey
 
 __all__ = ["BlockIds", "Engine"]
 
 BlockIds = Sequence[Ints] | Ints
 
-_MAX_REMEMBERED_LOOKUPS = 1024
+_MAX_REMEMBERED_LOOKUPS = 256
 _SERVER_ERRORS = (CacheServerError, ServerTimeoutError, ServerUnreachableError, wire.WireError)
 
 _logger = logging.getLogger("kvshm")
@@ -42,7 +42,7 @@ class _Lookup:
     """A lookup whose read locks wait for the retrieve."""
 
     request_id: str
-    hashes: tuple[bytes, ...]  # of the chunks that it found
+    tokens: bytes  # of the chunks that it found
 
 
 class Engine:
@@ -112,7 +112,7 @@ class Engine:
         ids = self._kernel_block_ids(block_ids, num_chunks)
         if not num_chunks:
             return 0
-        key = self._key(tokens, uuid.uuid4().hex, self._worker_id)
+        key = self._key(tokens, _new_id(), self._worker_id)
         return self._attempt(lambda: self._transfers.store(key, ids)) * self.chunk_size
 
     def lookup(self, token_ids: Ints) -> int:
@@ -124,12 +124,11 @@ class Engine:
         tokens, num_chunks = self._chunks(token_ids)
         if not num_chunks:
             return 0
-        hashes = tuple(chunk_hashes(tokens, self.chunk_size))
-        key = self._key(tokens, uuid.uuid4().hex, None)
-        found = self._attempt(lambda: self._transfers.lookup(key, self._worker_id))
+        key = self._key(tokens, _new_id(), None)
+        found = self._attempt(lambda: self._transfers.lookup(key, self._worker_id)) * self.chunk_size
         if found:
-            self._remember(_Lookup(key.request_id, hashes[:found]))
-        return found * self.chunk_size
+            self._remember(_Lookup(key.request_id, tokens[:found].tobytes()))
+        return found
 
     def retrieve(self, token_ids: Ints, block_ids: BlockIds, skip_first_n_tokens: int = 0) -> int:
         """Write the cached chunks of a prefix into blocks; gives the tokens written, all or (a miss) 0.
@@ -150,14 +149,13 @@ class Engine:
             raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens}; it cannot be negative")
         if not num_chunks:
             return 0
-        hashes = tuple(chunk_hashes(tokens, self.chunk_size))
-        lookup = self._take_lookup(hashes)
-        request_id = uuid.uuid4().hex if lookup is None else lookup.request_id
+        lookup = self._take_lookup(tokens.tobytes())
+        request_id = _new_id() if lookup is None else lookup.request_id
         key = self._key(tokens, request_id, self._worker_id)
 
         def work() -> int:
             written = self._transfers.retrieve(key, ids, skip_first_n_tokens, is_locked=lookup is not None)
-            if lookup is not None and len(lookup.hashes) > num_chunks:
+            if lookup is not None and len(lookup.tokens) > tokens.nbytes:
                 self._link.end_session(request_id)  # the locks on what was not retrieved
             return written
 
@@ -307,11 +305,16 @@ class Engine:
         if forgotten is not None:
             self._attempt(lambda: self._link.end_session(forgotten.request_id))
 
-    def _take_lookup(self, hashes: tuple[bytes, ...]) -> _Lookup | None:
-        """The latest lookup that found at least these chunks, which is used up by that."""
+    def _take_lookup(self, tokens: bytes) -> _Lookup | None:
+        """The latest lookup that found at least these tokens, which is used up by that."""
         with self._lock:
             for lookup in reversed(self._lookups):
-                if len(lookup.hashes) >= len(hashes) and lookup.hashes[len(hashes) - 1] == hashes[-1]:
+                if lookup.tokens.startswith(tokens):
                     self._lookups.remove(lookup)
                     return lookup
         return None
+
+
+def _new_id() -> str:
+    """A request id that no other engine will use."""
+    return secrets.token_hex(16)

@@ -130,8 +130,9 @@ class _Base:
     def lookup(self, key: CacheKey, worker_id: int) -> int:
         """Chunks found; this worker's are locked for one retrieve."""
         if self._is_kvshm:
-            payload = (encode_key(key, as_bytes=True), self.instance_id, worker_id)
-            return int(self._request("kvshm_lookup", *payload))
+            fields = encode_key(replace(key, token_ids=key.token_ids[:0]), as_bytes=True)
+            tokens = key.token_ids.tobytes()
+            return int(self._request("kvshm_lookup", fields, self.instance_id, worker_id, tokens))
         self._link.lookup(key)
         deadline = time.monotonic() + self._link.connections.timeout_s
         while True:

@@ -328,12 +328,14 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("noop", 24, (), ""),
     Operation("get_experimental", 32, (), []),
     Operation("kvshm_hello", None, (_text,), NO_RESULT),
-    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, 2**16))), 0),
+    # The tokens in a frame of their own: reading them as part of the key takes longer than looking them up.
+    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, 2**16)), _int64s(MAX_TOKENS)), 0),
     Operation("kvshm_status", None, (), NO_RESULT),
 )
 
 _BY_NAME: dict[int | str, Operation] = {operation.name: operation for operation in OPERATIONS}
 _BY_NAME |= {operation.id: operation for operation in OPERATIONS if operation.id is not None}
+_BIN32, _BIN32_HEAD = b"\xc6", 5
 _BY_FRAME = {wire.pack(name): operation for name, operation in _BY_NAME.items()}
 
 
@@ -380,6 +382,8 @@ def parse_payload(operation: Operation, frames: Sequence[bytes]) -> list[Any]:
 
 
 def _decode(frame: bytes, name: str) -> Any:
+    if frame[:1] == _BIN32 and len(frame) >= _BIN32_HEAD and int.from_bytes(frame[1:5], "big") == len(frame) - 5:
+        return frame[_BIN32_HEAD:]
     try:
         return wire.unpack(frame)
     except wire.WireError as error:

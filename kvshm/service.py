@@ -11,17 +11,20 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvshm._version import __version__
 from kvshm.copies import ServerDrivenOperations
 from kvshm.lending import EngineDrivenOperations
-from kvshm.pins import PinKey
+from kvshm.pins import Found
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import NO_RESULT, OPERATIONS, PROTOCOL_VERSION, CacheKey
 from kvshm.registrations import ChunkLayout
 from kvshm.state import Call, Refused, ServerState
-from kvshm.store import Entry
 
 __all__ = ["CacheService"]
 
@@ -67,8 +70,11 @@ class CacheService:
         self._look_up(key, self.state.registrations.layouts(key.model_name, key.world_size))
         return NO_RESULT
 
-    def kvshm_lookup(self, call: Call, key: CacheKey, instance_id: int, pin_worker_id: int | None) -> int:
+    def kvshm_lookup(
+        self, call: Call, key: CacheKey, instance_id: int, pin_worker_id: int | None, token_ids: NDArray[np.int64]
+    ) -> int:
         """The same for a registered engine, in one round trip; pins only this worker's objects, or (None) all."""
+        key = replace(key, token_ids=token_ids)
         registration = self.state.registration(instance_id)
         if key.num_kv_readers < 1:
             raise Refused(f"num_kv_readers is {key.num_kv_readers}; a lookup needs at least 1 reader")
@@ -170,7 +176,7 @@ class CacheService:
         tokens = key.token_ids[: key.end]
         hashes = chunk_hashes(tokens, self.state.settings.chunk_size) if layouts else []
         num_chunks = 0
-        found: dict[PinKey, Entry] = {}
+        found: list[Found] = []
         for layout in layouts:
             candidate = self.state.longest_hit(key, layout, hashes)
             if candidate[0] > num_chunks:
@@ -178,7 +184,7 @@ class CacheService:
         counters.lookup_tokens += len(tokens) // self.state.settings.chunk_size * self.state.settings.chunk_size
         counters.hit_tokens += num_chunks * self.state.settings.chunk_size
         if pin_worker_id is not None:
-            found = {pin: entry for pin, entry in found.items() if pin.worker_id == pin_worker_id}
+            found = [part for part in found if part.worker_id == pin_worker_id]
         # Nothing found is also what an unknown request id stands for; there is nothing to keep.
         if num_chunks:
             self.state.pins.pin(key.request_id, num_chunks, found, key.num_kv_readers, self.state.clock())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
 from kvshm.jobs import Done
-from kvshm.pins import LookupPins, PinKey
+from kvshm.pins import Found, LookupPins
 from kvshm.pool_memory import PoolMemory
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
@@ -182,30 +182,29 @@ class ServerState:
         """An object's bytes in the pool."""
         return self.pool.bytes[entry.offset : entry.offset + entry.nbytes]
 
-    def longest_hit(self, key: CacheKey, layout: ChunkLayout, hashes: list[bytes]) -> tuple[int, dict[PinKey, Entry]]:
+    def longest_hit(self, key: CacheKey, layout: ChunkLayout, hashes: list[bytes]) -> tuple[int, list[Found]]:
         """The longest prefix in chunks that all workers and object groups have, and the objects it needs."""
         limit = len(hashes)
-        rows: dict[tuple[int, int], list[Entry | None]] = {}
+        rows: list[tuple[int, int, list[Entry | None]]] = []  # worker, object group, entry per chunk
         windowed: list[tuple[int, list[int]]] = []
         for worker_id in range(key.world_size):
             for group in layout.served_groups:
                 if not limit:
-                    return 0, {}
-                names = object_keys(key, worker_id, layout, group, hashes[:limit])
-                row = rows[worker_id, group] = [self._fitting(name, layout.group_nbytes[group]) for name in names]
+                    return 0, []
+                row = self._row(key, worker_id, layout, group, hashes[:limit])
+                rows.append((worker_id, group, row))
                 window = layout.group_windows[group]
                 if window < 0:
-                    limit = next((index for index, entry in enumerate(row) if entry is None), len(row))
+                    limit = row.index(None) if None in row else len(row)
                 else:
                     windowed.append((window, _run_lengths(row)))
         while limit and any(runs[limit - 1] < min(window, limit) for window, runs in windowed):
             limit -= 1
-        found = {
-            PinKey(worker_id, group, index): entry
-            for (worker_id, group), row in rows.items()
-            for index in layout.needed_chunks(group, limit)
-            if (entry := row[index]) is not None
-        }
+        found = []
+        for worker_id, group, row in rows:
+            needed = layout.needed_chunks(group, limit)
+            entries = [entry for entry in row[needed.start : needed.stop] if entry is not None]
+            found.append(Found(worker_id, needed.start, entries))
         return limit, found
 
     def cached(
@@ -216,26 +215,27 @@ class ServerState:
         Raises:
             Refused: One is missing.
         """
-        found = {}
+        found: dict[int, list[Entry | None]] = {}
         for group in layout.served_groups:
-            names = object_keys(key, worker_id, layout, group, hashes)
-            needed = layout.needed_chunks(group, len(names))
-            entries = [
-                self._fitting(name, layout.group_nbytes[group]) if index in needed else None
-                for index, name in enumerate(names)
-            ]
-            missing = sum(1 for index in needed if entries[index] is None)
-            if missing:
-                raise Refused(f"{missing} of {len(needed)} chunks are not cached in object group {group}")
-            found[group] = entries
+            needed = layout.needed_chunks(group, len(hashes))
+            row = self._row(key, worker_id, layout, group, hashes[needed.start :])
+            if None in row:
+                raise Refused(f"{row.count(None)} of {len(row)} chunks are not cached in object group {group}")
+            found[group] = [*[None] * needed.start, *row]
         return found
 
-    def _fitting(self, name: bytes, nbytes: int) -> Entry | None:
-        entry = self.objects.get(name)
-        if entry is None or entry.nbytes == nbytes:
-            return entry
-        self.record(f"a cached chunk has {entry.nbytes} bytes, this layout's have {nbytes}: it is taken as missing")
-        return None
+    def _row(
+        self, key: CacheKey, worker_id: int, layout: ChunkLayout, object_group_idx: int, hashes: list[bytes]
+    ) -> list[Entry | None]:
+        """The visible objects of these chunks."""
+        nbytes = layout.group_nbytes[object_group_idx]
+        names = object_keys(key, worker_id, layout, object_group_idx, hashes)
+        row = [self.objects.get(name) for name in names]
+        for index, entry in enumerate(row):
+            if entry is not None and entry.nbytes != nbytes:
+                row[index] = None
+                self.record(f"a cached chunk has {entry.nbytes} bytes, this layout's have {nbytes}: taken as missing")
+        return row
 
     # Records
 

@@ -155,12 +155,12 @@ class ChunkStore:
         self.release(list(reservation.new.values()))
         self.release(reservation.cached)
 
-    def hold(self, entries: Iterable[Entry]) -> None:
+    def hold(self, entries: Iterable[Entry], times: int = 1) -> None:
         """Keep objects from eviction and their bytes from being overwritten."""
         for entry in entries:
             if not entry.num_holds:
                 self.allocator.hold(entry.cell)
-            entry.num_holds += 1
+            entry.num_holds += times
 
     def release(self, entries: Sequence[Entry]) -> None:
         """Give up one hold per object. What nobody holds can be evicted; what is not visible goes at once."""

@@ -315,7 +315,7 @@ def mutations(rng: random.Random) -> Iterator[list[bytes]]:
         [20, True],
         [22, 1],
         [23, 1, "m", []],
-        ["kvshm_lookup", lookup, 1, None],
+        ["kvshm_lookup", lookup, 1, None, b"12345678" * 6],
         ["kvshm_status"],
     ]
     values: list[Any] = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshm.pins import LookupPins, PinKey
-from kvshm.store import ChunkStore, Entry
+from kvshm.pins import Found, LookupPins
+from kvshm.store import ChunkStore
 
 NBYTES = 4096
 
@@ -20,13 +20,10 @@ class Cache:
         self.store.commit(reservation)
         self.pins = LookupPins(self.store, ttl_s=7.0)
 
-    def found(self, names: str, worker_id: int = 0) -> dict[PinKey, Entry]:
-        found = {}
-        for chunk_idx, name in enumerate(names):
-            entry = self.store.get(name.encode())
-            assert entry
-            found[PinKey(worker_id, 0, chunk_idx)] = entry
-        return found
+    def found(self, names: str, worker_id: int = 0) -> list[Found]:
+        entries = [entry for name in names if (entry := self.store.get(name.encode()))]
+        assert len(entries) == len(names)
+        return [Found(worker_id, 0, entries)]
 
     @property
     def num_evictable(self) -> int:
@@ -57,7 +54,7 @@ def test_every_reader_releases_one(cache: Cache) -> None:
 
 
 def test_a_worker_releases_its_own(cache: Cache) -> None:
-    cache.pins.pin("r", 1, cache.found("a", 0) | cache.found("b", 1), 1, now=0.0)
+    cache.pins.pin("r", 1, cache.found("a", 0) + cache.found("b", 1), 1, now=0.0)
     cache.pins.release_one("r", 1, range(1))
     cache.pins.release_one("r", 1, range(1))
     assert cache.num_evictable == 3
