@@ -45,6 +45,7 @@ class RowOrder:
     nbytes: int  # of one row, contiguous on both sides
     step: int  # from one block to the next
     offsets: Ints  # of the rows of one block
+    reach: int  # past the last row of a block
     block_is_contiguous: bool  # on both sides alike, so that consecutive blocks may be too
 
     def index(self, block_ids: Ints) -> Ints:
@@ -60,14 +61,22 @@ class Plane:
     chunk_offset: int  # bytes to slot 0 in a chunk
     chunk_slot_nbytes: int  # bytes from slot to slot in a chunk
     order: RowOrder | None  # None: the rows are no regular grid
+    address: int  # of block 0
     memory: Bytes  # one axis; contiguous bytes that the plane is in
-    start: int  # bytes from there to block 0
+    memory_address: int
     owner: object  # what the memory belongs to
 
     @property
     def block_nbytes(self) -> int:
         """Bytes of one block."""
         return prod(self.blocks.shape[1:])
+
+    @property
+    def end_address(self) -> int:
+        """Past the last row, where there are rows."""
+        assert self.order is not None
+        num_rows = (len(self.blocks) - 1) * self.order.step + self.order.reach
+        return self.address + num_rows * self.order.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,20 +127,21 @@ def plane_of(paged: Array, chunk_offset: int, chunk_slot_nbytes: int) -> Plane:
         chunk_offset: Bytes from the start of a chunk to slot 0.
         chunk_slot_nbytes: Bytes from slot to slot there.
     """
-    # As bytes first, and of one element: view() takes that whatever its strides, and as_strided knows no float8.
-    first = paged[:1, :1, :1, :1].view(np.uint8)
     shape = (*paged.shape[:3], paged.shape[3] * paged.dtype.itemsize)
-    blocks = np.lib.stride_tricks.as_strided(first, shape, (*paged.strides[:3], 1))
-    order = _row_order(blocks.shape, blocks.strides, chunk_slot_nbytes) if blocks.size else None
+    strides = (*paged.strides[:3], 1)
     parent, owner = _memory_of(paged)
+    address = _address(paged)
     if parent.flags.c_contiguous:
-        memory = parent.reshape(-1).view(np.uint8)
-        start = _address(paged) - _address(parent)
+        memory: Bytes = parent.reshape(-1).view(np.uint8)
+        memory_address = _address(parent)
     else:
-        reach = 1 + sum((size - 1) * step for size, step in zip(blocks.shape, blocks.strides, strict=True))
-        memory = np.lib.stride_tricks.as_strided(first, (reach if blocks.size else 0,), (1,))
-        start, owner = 0, memory
-    return Plane(blocks, chunk_offset, chunk_slot_nbytes, order, memory, start, owner)
+        # As bytes first, and of one element: view() takes that whatever its strides, and as_strided knows no float8.
+        reach = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if paged.size else 0
+        memory = np.lib.stride_tricks.as_strided(paged[:1, :1, :1, :1].view(np.uint8), (reach,), (1,))
+        memory_address, owner = address, memory
+    blocks: Bytes = np.ndarray(shape, np.uint8, memory, address - memory_address if paged.size else 0, strides)
+    order = _row_order(shape, strides, chunk_slot_nbytes) if paged.size else None
+    return Plane(blocks, chunk_offset, chunk_slot_nbytes, order, address, memory, memory_address, owner)
 
 
 def _memory_of(array: Array) -> tuple[Array, object]:
@@ -169,7 +179,7 @@ def _row_order(
     if min([*steps, *starts.tolist()]) < 0 or (grid != longest and grid < LONG_ROW_NBYTES):
         return None
     offsets = (starts[:, None] + np.arange(0, longest, grid)).ravel() // grid
-    return RowOrder(grid, block_step // grid if steps else 1, offsets, block_is_contiguous)
+    return RowOrder(grid, block_step // grid if steps else 1, offsets, int(offsets.max()) + 1, block_is_contiguous)
 
 
 def stacks_of(planes: Iterable[Plane], kept_blocks: int) -> list[Stack]:
@@ -193,35 +203,28 @@ def _follows(plane: Plane, other: Plane, kept_blocks: int) -> bool:
 
 def _shares_rows(plane: Plane, first: Plane) -> bool:
     """Whether both planes are on one grid of rows in the memory of the first."""
-    if plane.order is None or plane.order is not first.order or plane.owner is not first.owner:
-        return False
-    if not plane.order.block_is_contiguous:
-        return False
-    start = plane.start + _address(plane.memory) - _address(first.memory)
     return (
-        (start - first.start) % plane.order.nbytes == 0 and start >= 0 and start + _reach(plane) <= first.memory.nbytes
+        plane.order is not None
+        and plane.order is first.order
+        and plane.order.block_is_contiguous
+        and plane.owner is first.owner
+        and (plane.address - first.address) % plane.order.nbytes == 0
+        and plane.address >= first.memory_address
+        and plane.end_address <= first.memory_address + first.memory.nbytes
     )
-
-
-def _reach(plane: Plane) -> int:
-    """Bytes from a plane's start to its end."""
-    assert plane.order is not None
-    num_rows = (len(plane.blocks) - 1) * plane.order.step + int(plane.order.offsets.max()) + 1
-    return num_rows * plane.order.nbytes
 
 
 def _stack(planes: list[Plane], kept_blocks: int) -> Stack:
     first = planes[0]
-    row_nbytes, begin, end = 1, 0, 0
-    starts = np.array([plane.start + _address(plane.memory) - _address(first.memory) for plane in planes])
-    if first.order is not None:
-        row_nbytes, begin, end = first.order.nbytes, int(starts.min()), int(starts.max()) + _reach(first)
-    rows = first.memory[begin:end].reshape(-1, row_nbytes)
+    row_nbytes = 1 if first.order is None else first.order.nbytes
+    begin = min(plane.address for plane in planes)
+    end = begin if first.order is None else max(plane.end_address for plane in planes)
+    rows = first.memory[begin - first.memory_address : end - first.memory_address].reshape(-1, row_nbytes)
     return Stack(
         planes=tuple(planes),
         rows=rows,
         items=rows.view(np.dtype((np.void, row_nbytes)))[:, 0],
-        starts=(starts - begin)[:, None] // row_nbytes,
+        starts=np.array([[(plane.address - begin) // row_nbytes] for plane in planes]),
         block_nbytes=first.block_nbytes,
         chunk_nbytes=kept_blocks * first.block_nbytes,
     )

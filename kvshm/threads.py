@@ -5,7 +5,8 @@ always works too, so a transfer never waits for helpers that are busy elsewhere.
 
 Environment:
     KVSHM_THREADS: Threads of one transfer, the calling one included; the CPUs that the process may use, if not set.
-    KVSHM_THREADS_MIN_NBYTES: Transfers below this size stay on the calling thread (8 MiB).
+    KVSHM_THREADS_MIN_NBYTES: Bytes that there must be for each of them (4 MiB): small transfers stay on the calling
+        thread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["default_num_threads", "run_jobs"]
 
 Job: TypeAlias = Callable[[], None]
 
-MIN_NBYTES = 8 * 2**20
+MIN_NBYTES = 4 * 2**20
 
 
 def default_num_threads(nbytes: int) -> int:
@@ -30,17 +31,16 @@ def default_num_threads(nbytes: int) -> int:
     Raises:
         ValueError: An environment variable is no number, or too small.
     """
-    if nbytes < _setting("KVSHM_THREADS_MIN_NBYTES", 0, MIN_NBYTES):
-        return 1
-    return _setting("KVSHM_THREADS", 1, None) or _num_cpus()
+    num_threads = _setting("KVSHM_THREADS") or _num_cpus()
+    return max(1, min(num_threads, nbytes // (_setting("KVSHM_THREADS_MIN_NBYTES") or MIN_NBYTES)))
 
 
-def _setting(name: str, least: int, default: int | None) -> int:
+def _setting(name: str) -> int | None:
     text = os.environ.get(name, "")
     if not text:
-        return default or 0
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise ValueError(f"environment variable {name} is {text!r}; set it to a whole number from {least} on")
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"environment variable {name} is {text!r}; set it to a whole number from 1 on")
     return int(text)
 
 

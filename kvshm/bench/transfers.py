@@ -89,7 +89,11 @@ class Workload:
             layers = tuple(range(layout.num_layers))
             infos.append(EngineGroupInfo(0, layers, layout.block_size, layout.sw_size_tokens))
         self.context = CPUCacheContext(
-            arrays[0] if layout.is_cross_layer else arrays, TOKENS_PER_CHUNK, {"kv_layout": layout.kv_layout}, infos
+            arrays[0] if layout.is_cross_layer else arrays,
+            TOKENS_PER_CHUNK,
+            {"kv_layout": layout.kv_layout},
+            infos,
+            separate_object_groups=False,  # else only the chunks within the window would be written
         )
         shape = (num_tokens // TOKENS_PER_CHUNK, object_group_nbytes(self.context, 0))
         self.chunks, self._others = kvshm.empty_many([shape, shape], ["uint8", "uint8"])

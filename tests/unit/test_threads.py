@@ -24,10 +24,10 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_transfers_stay_on_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHM_THREADS", "3")
-    assert default_num_threads(threads.MIN_NBYTES - 1) == 1
-    assert default_num_threads(threads.MIN_NBYTES) == 3
+    sizes = (0, 1, 2 * threads.MIN_NBYTES - 1, 2 * threads.MIN_NBYTES, 3 * threads.MIN_NBYTES, MANY)
+    assert [default_num_threads(nbytes) for nbytes in sizes] == [1, 1, 1, 2, 3, 3]
     monkeypatch.setenv("KVSHM_THREADS_MIN_NBYTES", "100")
-    assert [default_num_threads(nbytes) for nbytes in (99, 100)] == [1, 3]
+    assert [default_num_threads(nbytes) for nbytes in (199, 200, 300)] == [1, 2, 3]
 
 
 def test_the_default_is_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

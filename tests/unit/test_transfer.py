@@ -279,7 +279,7 @@ def test_the_later_kernel_group_is_checked_before_the_first_one_moves(cache: lis
 def test_a_wrong_setting_changes_nothing(
     context: CPUCacheContext, cache: list[np.ndarray[Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("KVSHM_THREADS_MIN_NBYTES", "0")
+    monkeypatch.setenv("KVSHM_THREADS_MIN_NBYTES", "1")
     monkeypatch.setenv("KVSHM_THREADS", "many")
     before = content(cache)
     with pytest.raises(ValueError, match="KVSHM_THREADS is 'many'"):
