@@ -169,10 +169,10 @@ class Connections:
         self.url = url
         self.timeout_s = timeout_s
         self.connect_timeout_s = connect_timeout_s
-        self._lock = threading.Lock()
         self._start()
 
     def _start(self) -> None:
+        self._lock = threading.Lock()
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._idle: list[Connection] = []
@@ -185,11 +185,12 @@ class Connections:
         Raises:
             ValueError: The client is closed.
         """
+        if self._pid != os.getpid():
+            # Sockets do not survive a fork, and a lock may be held by a thread that did not. The parent's are left
+            # untouched, and are the parent's to close.
+            self._inherited = (self._context, self._idle, self._busy)
+            self._start()
         with self._lock:
-            if self._pid != os.getpid():
-                # Sockets do not survive a fork. The parent's are left untouched, and are the parent's to close.
-                self._inherited = (self._context, self._idle, self._busy)
-                self._start()
             if self._is_closed:
                 raise ValueError("the cache client is closed; make a new one")
             connection = self._idle.pop() if self._idle else None

@@ -130,6 +130,8 @@ class ServerDrivenOperations:
                 chunks = [self._state.bytes_of(new[name]) if name in new else None for name in names]
                 if any(chunk is not None for chunk in chunks):
                     gather_chunks(context, block_ids, chunks, group)
+                    if self._state.settings.verify:
+                        _check_unchanged(context, block_ids, chunks, group)
             return time.monotonic_ns()
 
         def done(finished_ns: int | None, reason: str | None) -> None:
@@ -223,3 +225,26 @@ class ServerDrivenOperations:
                 f"{num_chunks} chunks take {wanted} block ids per kernel group, but {given} came; "
                 f"give blocks_per_chunk * chunks ids for every group"
             )
+
+
+def _check_unchanged(
+    context: CPUCacheContext,
+    block_ids: Sequence[NDArray[np.int64]],
+    chunks: Sequence[NDArray[np.uint8] | None],
+    object_group_idx: int,
+) -> None:
+    """Gather once more, chunk by chunk, and compare.
+
+    Raises:
+        Refused: Somebody writes to the blocks.
+    """
+    for index, chunk in enumerate(chunks):
+        if chunk is not None:
+            again = np.empty_like(chunk)
+            only_this = [again if other == index else None for other in range(len(chunks))]
+            gather_chunks(context, block_ids, only_this, object_group_idx)
+            if not np.array_equal(chunk, again):
+                raise Refused(
+                    f"blocks of chunk {index} changed while they were being stored; an engine must leave them alone "
+                    f"until its store is answered"
+                )

@@ -30,6 +30,7 @@ from kvshm.transfer import gather_chunks, scatter_chunks
 __all__ = ["EngineDrivenTransfers", "NotRegisteredError", "Registered", "ServerDrivenTransfers", "Transfers"]
 
 _EVENT = b"kvshm"
+_WAIT_SLICE_S = 0.05
 
 BlockIds = Sequence[NDArray[np.int64]]
 
@@ -57,6 +58,9 @@ class Transfers(Protocol):
 
     def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
         """Chunks written: all or 0."""
+
+    def end(self, request_id: str, unread: CacheKey | None = None) -> None:
+        """A request is over, and these chunks that its lookup found are not retrieved."""
 
     def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
         """Per kernel group, blocks that the server may still be reading or writing."""
@@ -137,7 +141,9 @@ class _Base:
         deadline = time.monotonic() + self._link.connections.timeout_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            found = self._link.wait_prefetch_status(key.request_id, left_s, timeout_s=left_s + 1.0)
+            # In slices: a real server has one thread for the requests of all its clients, which this occupies.
+            wait_s = min(left_s, _WAIT_SLICE_S)
+            found = self._link.wait_prefetch_status(key.request_id, wait_s, timeout_s=left_s + 1.0)
             if found is not None:
                 break
             if not left_s:
@@ -147,6 +153,17 @@ class _Base:
             if other != worker_id:
                 self._link.free_lookup_locks(replace(key, worker_id=other))
         return found
+
+    def end(self, request_id: str, unread: CacheKey | None = None) -> None:
+        """A request is over, and these chunks that its lookup found are not retrieved.
+
+        A kvshm server keeps nothing of a request but its locks. A real one remembers it for ten minutes unless it is
+        told, and being told unlocks nothing there.
+        """
+        if unread is not None and not self._is_kvshm:
+            self._link.free_lookup_locks(unread)
+        if unread is not None or not self._is_kvshm:
+            self._link.end_session(request_id)
 
     def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
         """Per kernel group, blocks that the server may still be reading or writing."""
@@ -250,6 +267,8 @@ class EngineDrivenTransfers(_Base):
         self._null_block_id = null_block_id
         self._pool: NDArray[np.uint8] | None = None
         self._nbytes = self._manager.object_nbytes(0)
+        # While this process lives, a server that has not heard of it lends its slots to nobody else.
+        self._life_sign = Segment.create(1)
 
     def register(self, info: ServerInfo) -> None:
         """Register with this server and map its pool."""
@@ -257,8 +276,10 @@ class EngineDrivenTransfers(_Base):
         # From here on no transfer under way takes slots of the new server for slots of the old pool.
         self._pool = None
         spec = asdict(self._spec())
-        if not info.is_kvshm:
-            del spec["layout_fingerprint"]
+        if info.is_kvshm:
+            spec["life_sign"] = self._life_sign.name
+        else:
+            del spec["layout_fingerprint"], spec["life_sign"]
         reply = self._link.register_kv_cache_engine_driven_context(spec)
         name, nbytes = reply.get("shm_name"), reply.get("pool_size")
         if not name or not nbytes:
@@ -272,6 +293,7 @@ class EngineDrivenTransfers(_Base):
         """Unregister and let go of the pool."""
         self._link.unregister_kv_cache_engine_driven_context(self.instance_id, timeout_s=timeout_s)
         self._pool = None
+        self._life_sign.unlink()
 
     def store(self, key: CacheKey, block_ids: BlockIds) -> int:
         """Chunks that are cached now."""

@@ -7,6 +7,7 @@ when the engine unregisters or falls silent.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 from kvshm.protocol import CacheKey, EngineDrivenSpec
@@ -35,7 +36,9 @@ class EngineDrivenOperations:
         layout = engine_driven_layout(spec, self._state.settings.chunk_size)
         if not self._is_same(spec, layout):
             now = self._state.clock()
-            self._state.enter(Registration(spec.instance_id, spec.model_name, spec.world_size, layout, None, now, now))
+            self._state.enter(
+                Registration(spec.instance_id, spec.model_name, spec.world_size, layout, None, now, now, spec.life_sign)
+            )
         return {"shm_name": self._state.pool.name.lstrip("/"), "pool_size": self._state.pool.nbytes}
 
     def prepare_store(self, call: Call, key: CacheKey, instance_id: int) -> object:
@@ -45,41 +48,45 @@ class EngineDrivenOperations:
         hashes = self._state.hashes_in_range(key)
         identity = _identity(key, hashes)
         prepared = registration.prepared.get(identity)
-        if prepared is not None:
-            prepared.deadline = self._deadline()
-            return prepared.result
-        names = object_keys(key, worker_of(key), layout, 0, hashes)
-        reservation = self._state.objects.reserve([(name, layout.group_nbytes[0]) for name in names])
-        if reservation is None:
-            raise self._state.no_room()
-        new = reservation.new
-        result: dict[str, object] = {
-            "context": {
+        if prepared is None:
+            names = object_keys(key, worker_of(key), layout, 0, hashes)
+            reservation = self._state.objects.reserve([(name, layout.group_nbytes[0]) for name in names])
+            if reservation is None:
+                raise self._state.no_room()
+            new = reservation.new
+            context = {
                 "slots": [_slot(layout, new[name]) for name in names if name in new],
                 "chunk_indices": [index for index, name in enumerate(names) if name in new],
             }
-        }
-        if not new:
-            self._state.objects.commit(reservation)
-            return result
-        registration.prepared[identity] = PreparedStore(
-            reservation, result, self._state.clock() + self._state.settings.prepare_ttl_s
-        )
-
-        def work() -> None:
-            for entry in new.values():
-                self._state.pool.ensure(entry.offset, entry.nbytes)
-
-        def done(_: object, reason: str | None) -> None:
-            if reason is None:
-                call.answer(result)
-                return
-            if registration.prepared.pop(identity, None) is not None:
-                self._state.objects.abort(reservation)
-            call.fail(self._state.record(reason))
-
-        self._state.run(work, done)
+            if not new:
+                self._state.objects.commit(reservation)
+                return {"context": context}
+            prepared = registration.prepared[identity] = PreparedStore(reservation, {"context": context}, 0.0)
+        prepared.deadline = self._deadline()
+        self._state.run(partial(self._reserve, prepared), partial(self._lend, call, registration, identity, prepared))
         return DEFERRED
+
+    def _reserve(self, prepared: PreparedStore) -> None:
+        """In a worker thread: no page of a lent slot may be missing."""
+        for entry in prepared.reservation.new.values():
+            self._state.pool.ensure(entry.offset, entry.nbytes)
+
+    def _lend(
+        self,
+        call: Call,
+        registration: Registration,
+        identity: Hashable,
+        prepared: PreparedStore,
+        _: object,
+        reason: str | None,
+    ) -> None:
+        if reason is None:
+            call.answer(prepared.result)
+            return
+        if registration.prepared.get(identity) is prepared:
+            del registration.prepared[identity]
+            self._state.objects.abort(prepared.reservation)
+        call.fail(self._state.record(reason))
 
     def commit_store(self, call: Call, key: CacheKey, instance_id: int, data: bytes) -> bool:
         """Make what an engine wrote into its slots visible."""

@@ -101,7 +101,10 @@ class ServerLink(PlainOperations):
 
     def close(self) -> None:
         """Unregister what is registered, within half a second, and close; idempotent."""
-        if self._closing.is_set() or self.is_inherited:
+        if self.is_inherited:
+            self._connections.close()  # its own, if it has made some
+            return
+        if self._closing.is_set():
             return
         self._closing.set()
         self._wake.set()

@@ -104,7 +104,9 @@ class EngineDrivenSpec:
     dtype_str: str
     use_mla: bool
     num_physical_slots: int | None = None
-    layout_fingerprint: bytes = b""  # kvshm's own: tells layouts apart that these numbers do not
+    # kvshm's own; LMCache's servers ignore them.
+    layout_fingerprint: bytes = b""  # tells layouts apart that these numbers do not
+    life_sign: str = ""  # a segment that is in use as long as the engine's process lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +281,10 @@ _engine_driven = _record(
         "use_mla": _boolean,
         "num_physical_slots": _optional(_integer(1, 2**31)),
         "layout_fingerprint": _binary,
+        "life_sign": _text,
     },
     EngineDrivenSpec,
-    frozenset({"num_physical_slots", "layout_fingerprint"}),
+    frozenset({"num_physical_slots", "layout_fingerprint", "life_sign"}),
 )
 
 

@@ -139,6 +139,7 @@ class Registration:
     context: CPUCacheContext | None  # None: engine-driven
     registered_at: float
     last_seen: float
+    life_sign: str = ""  # a segment that is in use as long as the engine's process lives
     has_pinged: bool = False
     num_running: int = 0  # copies on its memory
     prepared: dict[Hashable, PreparedStore] = field(default_factory=dict)

@@ -46,6 +46,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pin-ttl", type=float, default=300.0, metavar="S", help="how long a lookup locks chunks (%(default)s)"
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="gather twice and compare, to find engines that write meanwhile"
+    )
     parser.add_argument("--json", action="store_true", help="print where it listens as JSON")
     parser.add_argument("--verbose", action="store_true", help="log what is refused, and why")
 
@@ -81,6 +84,7 @@ def run_serve(args: argparse.Namespace) -> int:
             reap_after_s=args.reap_after,
             grace_s=args.grace,
             pin_ttl_s=args.pin_ttl,
+            verify=args.verify,
         )
     except ValueError as error:
         print(f"kvshm serve: {error}", file=sys.stderr)

@@ -67,6 +67,7 @@ class CacheServer:
         reap_after_s, grace_s: Silence after which an engine is dropped, if it ever pinged and if it never did.
         pin_ttl_s: How long a lookup's read locks last.
         prepare_ttl_s: How long slots are lent to an engine that copies by itself.
+        verify: Gather every chunk twice and compare: finds engines that write to blocks while they are stored.
 
     Raises:
         ValueError: An endpoint or a number that makes no sense, or a remote address without ``allow_remote``.
@@ -87,6 +88,7 @@ class CacheServer:
         grace_s: float = 3600.0,
         pin_ttl_s: float = 300.0,
         prepare_ttl_s: float = 600.0,
+        verify: bool = False,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity is {capacity} bytes; a cache needs at least 1")
@@ -94,7 +96,7 @@ class CacheServer:
             raise ValueError(f"num_workers is {num_workers}; at least 1 thread must copy")
         self._wanted_endpoint = checked_endpoint(endpoint, allow_remote)
         self._capacity = capacity
-        self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s)
+        self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s, verify)
         self._num_workers = num_workers or max(2, min(4, os.cpu_count() or 1))
         self._pool_name = pool_name
         self._http_port = http_port

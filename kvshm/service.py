@@ -157,9 +157,8 @@ class CacheService:
                 registration.model_name,
                 now - registration.last_seen,
             )
-            state.registrations.remove(registration.instance_id)
-            state.counters.reaped += 1
-            state.retire(registration, lambda: None)
+            state.reap(registration)
+        state.end_quarantine(now)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -169,6 +168,7 @@ class CacheService:
         for registration in list(state.registrations):
             state.registrations.remove(registration.instance_id)
             state.retire(registration, lambda: None)
+        state.end_quarantine(float("inf"))
 
     def _look_up(self, key: CacheKey, layouts: list[ChunkLayout], pin_worker_id: int | None = None) -> None:
         counters = self.state.counters

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
 from kvshm.jobs import Done
+from kvshm.objects import list_segments
 from kvshm.pins import Found, LookupPins
 from kvshm.pool_memory import PoolMemory
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
-from kvshm.registrations import ChunkLayout, Registration, Registrations, object_keys
+from kvshm.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
 from kvshm.store import ChunkStore, Entry
 
 __all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "worker_of"]
@@ -59,6 +60,7 @@ class Settings:
     grace_s: float = 3600.0  # silence of one that never did
     pin_ttl_s: float = 300.0  # of a lookup's read locks
     prepare_ttl_s: float = 600.0  # of slots lent to an engine that copies by itself
+    verify: bool = False  # gather twice and compare, to find engines that write to blocks while they are stored
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:
@@ -102,6 +104,7 @@ class ServerState:
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     last_error: str = ""
+    quarantine: list[PreparedStore] = field(default_factory=list)  # lent to engines that fell silent
     registrations: Registrations = field(init=False)
     pins: LookupPins = field(init=False)
 
@@ -162,13 +165,40 @@ class ServerState:
 
         self.run(work, lambda result, reason: then())
 
+    def reap(self, registration: Registration) -> None:
+        """Drop an engine that fell silent.
+
+        It may be stopped in the middle of writing and go on one day. So slots that it was lent are another's only once
+        its process is known to be dead, or their time is over.
+        """
+        self.registrations.remove(registration.instance_id)
+        self.counters.reaped += 1
+        if registration.prepared and not self._is_dead(registration):
+            self.quarantine.extend(registration.prepared.values())
+            registration.prepared.clear()
+        self.retire(registration, lambda: None)
+
+    def _is_dead(self, registration: Registration) -> bool:
+        name = registration.life_sign
+        return bool(name) and not any(segment.in_use for segment in list_segments() if segment.name == name)
+
+    def end_quarantine(self, now: float) -> None:
+        """Take back the slots of silent engines whose time is over."""
+        late = [prepared for prepared in self.quarantine if prepared.deadline < now]
+        self.quarantine = [prepared for prepared in self.quarantine if prepared.deadline >= now]
+        for prepared in late:
+            self._take_back(prepared)
+
+    def _take_back(self, prepared: PreparedStore) -> None:
+        self.objects.abort(prepared.reservation)
+        self.counters.expired_slots += len(prepared.reservation.new)
+
     def expire_slots(self, registration: Registration, now: float) -> None:
         """Take back the slots that have been lent for too long."""
         for identity, prepared in list(registration.prepared.items()):
             if prepared.deadline < now:
                 del registration.prepared[identity]
-                self.objects.abort(prepared.reservation)
-                self.counters.expired_slots += len(prepared.reservation.new)
+                self._take_back(prepared)
         for identity, reads in list(registration.reading.items()):
             for read in [read for read in reads if read.deadline < now]:
                 reads.remove(read)

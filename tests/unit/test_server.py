@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
 from collections.abc import Iterator
@@ -481,6 +482,27 @@ def test_lent_slots_expire() -> None:
         raw.ask(15, 8)
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_slots_of_a_silent_engine(is_alive: bool) -> None:
+    """It may be stopped while it writes: as long as its process lives, its slots are nobody else's."""
+    with Segment.create(1) as life, running_server(grace_s=0.1) as server, RawClient(server.endpoint) as raw:
+        pool_of(raw, life_sign=life.name if is_alive else "/kvshm_nobody")
+        raw.ask(16, key_map(TOKENS), 8)
+        while status(server)["counters"]["reaped"] == 0:
+            raw.ask(24)
+        assert status(server)["objects"]["unfinished"] == (3 if is_alive else 0)
+        assert raw.ask(17, key_map(TOKENS), 8, b"")[0] is False
+
+
+def test_slots_of_a_silent_engine_come_back_in_time() -> None:
+    with running_server(grace_s=0.1, prepare_ttl_s=0.5) as server, RawClient(server.endpoint) as raw:
+        pool_of(raw)
+        raw.ask(16, key_map(TOKENS), 8)
+        while status(server)["counters"]["expired_slots"] < 3:
+            raw.ask(24)
+        assert status(server)["counters"]["reaped"] == 1
+
+
 def test_data_is_refused(raw: RawClient, tmp_path: Path) -> None:
     """What LMCache's pickle transport sends is not even looked at."""
     pool_of(raw)
@@ -605,6 +627,24 @@ def test_engines_that_never_ping_have_the_longer_time() -> None:
         while len(status(server)["instances"]) > 1:
             raw.ask(24)
         assert [engine["instance_id"] for engine in status(server)["instances"]] == [2]
+
+
+def test_an_engine_that_writes_while_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: Any = importlib.import_module("kvshm.copies")
+    arrays = layers()
+    real = copies.gather_chunks
+
+    def gather(*args: Any) -> None:
+        real(*args)
+        arrays[0][:, 2] = 1  # a block of the second chunk
+
+    with running_server(verify=True) as server, RawClient(server.endpoint) as raw:
+        raw.register(arrays)
+        assert raw.ask(6, key_map([5, *TOKENS]), 1, [BLOCKS], b"") == [[b"", True]]
+        monkeypatch.setattr(copies, "gather_chunks", gather)
+        value, reason = raw.ask(6, key_map(TOKENS), 1, [BLOCKS], b"")
+        assert (value, "blocks of chunk 1 changed while they were being stored" in reason) == ([b"", False], True)
+        assert raw.hit(TOKENS) == 0
 
 
 # Sockets and life
