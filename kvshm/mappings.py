@@ -116,17 +116,16 @@ class _Table:
         """Whether something here still looks at the segment."""
         return key in self.lenders or any(reference() is not None for reference in self.mappings.get(key, ()))
 
-    def enter(self, mapping: Mapping) -> None:
-        """Remember a mapping and unmap it once nothing holds it. Call with the lock held."""
+    def enter(self, key: Key, reference: weakref.ref[Mapping]) -> None:
+        """Remember a mapping. Call with the lock held."""
         while self.buried:
-            key, dead = self.buried.popleft()
-            rest = tuple(reference for reference in self.mappings.get(key, ()) if reference is not dead)
+            dead_key, dead = self.buried.popleft()
+            rest = tuple(other for other in self.mappings.get(dead_key, ()) if other is not dead)
             if rest:
-                self.mappings[key] = rest
+                self.mappings[dead_key] = rest
             else:
-                self.mappings.pop(key, None)
-        bury = partial(self.bury, mapping.key, mapping.address, mapping.nbytes)
-        self.mappings[mapping.key] = (*self.mappings.get(mapping.key, ()), weakref.ref(mapping, bury))
+                self.mappings.pop(dead_key, None)
+        self.mappings[key] = (*self.mappings.get(key, ()), reference)
 
     def bury(self, key: Key, address: int, nbytes: int, reference: weakref.ref[Mapping]) -> None:
         """Let go of the pages of a mapping that died, in whatever thread."""
@@ -166,6 +165,7 @@ def create_owned(
         if not sweep():  # what processes left that died meanwhile
             raise
         fd, full_name, key = create_object(nbytes, name, mode, reserve=reserve)
+    _table.owned[key] = full_name
     multiprocessing = sys.modules.get("multiprocessing.process")
     if not _table.has_finalizer and multiprocessing is not None and multiprocessing.parent_process() is not None:
         # Children of multiprocessing leave by os._exit after running these, and skip atexit.
@@ -173,7 +173,6 @@ def create_owned(
 
         Finalize(None, _unlink_all_owned, exitpriority=-100)
         _table.has_finalizer = True
-    _table.owned[key] = full_name
     return fd, full_name, key
 
 
@@ -228,10 +227,11 @@ def _map(fd: int, name: str, key: Key, nbytes: int, *, readonly: bool = False) -
     address = pages.map_shared(fd, nbytes, readonly=readonly, alignment=alignment)
     try:
         mapping = Mapping(name, key, address=address, nbytes=nbytes, readonly=readonly)
-        _table.enter(mapping)
+        reference = weakref.ref(mapping, partial(_table.bury, key, address, nbytes))
     except BaseException:
         pages.unmap(address, nbytes)
         raise
+    _table.enter(key, reference)  # whatever happens, the pages go with the mapping by now, and once
     return mapping
 
 
@@ -257,6 +257,16 @@ def _find_mapped(name: str, nbytes: int | None, readonly: bool) -> Mapping | Non
     return mapping
 
 
+def _lock_finished(fd: int) -> os.stat_result | None:
+    """Take the shared lock of an object and tell its size; None if it is half-made, or swept meanwhile."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    status = os.fstat(fd)
+    return status if status.st_nlink and status.st_size else None
+
+
 def attach_mapping(
     name: str, nbytes: int | None = None, *, readonly: bool = False, timeout_s: float = READY_TIMEOUT_S
 ) -> Mapping:
@@ -279,16 +289,14 @@ def attach_mapping(
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{object_path(name)} is no segment of shared memory but another kind of file")
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                status = os.fstat(fd)
-                if status.st_nlink and status.st_size:
-                    _check_size(name, nbytes, status.st_size)
-                    with _table.lock:
-                        mapping = _table.find(key_of(status), nbytes or 0, readonly)
-                        if mapping is None:
-                            mapping = _map(fd, name, key_of(status), status.st_size, readonly=readonly)
-                        return mapping
+            status = _lock_finished(fd)
+            if status is not None:
+                _check_size(name, nbytes, status.st_size)
+                with _table.lock:
+                    mapping = _table.find(key_of(status), nbytes or 0, readonly)
+                    if mapping is None:
+                        mapping = _map(fd, name, key_of(status), status.st_size, readonly=readonly)
+                    return mapping
         finally:
             os.close(fd)
         if time.monotonic() > deadline:

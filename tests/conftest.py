@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support, however the tests are started
@@ -17,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support, however
 import kvshm
 from kvshm import mappings
 from tests.support.memory import exists
+
+hypothesis.settings.register_profile("kvshm", deadline=None)  # shared machines pause at any time
+hypothesis.settings.load_profile("kvshm")
 
 
 def _orphans() -> set[str]:
