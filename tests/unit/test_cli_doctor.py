@@ -60,6 +60,11 @@ def test_a_package_that_is_not_there_is_named_with_what_to_do(monkeypatch: pytes
         ([Room("/dev/shm", MIB, 8 * GIB)], ["warn"]),
         ([Room("/dev/shm", 7 * GIB, 8 * GIB), Room("limit", 100 * MIB, 2 * GIB)], ["ok", "warn"]),
         ([Room("/dev/shm", 7 * GIB, 8 * GIB), Room("limit", 3 * GIB, 4 * GIB)], ["ok", "ok"]),
+        ([Room("/dev/shm", 7 * GIB, 8 * GIB), Room("limit", 2**63, 2**63 - 4096)], ["ok"]),
+        (
+            [Room("/dev/shm", 7 * GIB, 8 * GIB), Room("limit", MIB, GIB), Room("limit", 9 * GIB, 9 * GIB)],
+            ["ok", "warn"],
+        ),
     ],
 )
 def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch, rooms: list[Room], states: list[str]) -> None:
