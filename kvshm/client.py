@@ -148,6 +148,7 @@ class CacheClient(PlainOperations):
                 engine_type.value,
                 dict(layout_hints or {}),
                 tuple(engine_group_infos),
+                tuple(group.shape_desc.nb for group in context.kv_layer_groups_manager.kernel_groups),
             )
             transfers = ServerDrivenTransfers(self._link, registered)
             context.close()

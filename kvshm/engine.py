@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -106,14 +106,20 @@ class Engine:
             block_ids: Per engine group (or flat, where there is one) the blocks of these tokens in order.
 
         Raises:
-            ValueError: Too few block ids, or something is no integer. Nothing was sent.
+            ValueError: Too few block ids, one that is no block, or something is no integer. Nothing was sent.
         """
         tokens, num_chunks = self._chunks(token_ids)
         ids = self._kernel_block_ids(block_ids, num_chunks)
         if not num_chunks:
             return 0
         key = self._key(tokens, _new_id(), self._worker_id)
-        return self._attempt(lambda: self._transfers.store(key, ids)) * self.chunk_size
+
+        def work() -> int:
+            stored = self._transfers.store(key, ids)
+            self._transfers.end(key.request_id)
+            return stored
+
+        return self._attempt(work) * self.chunk_size
 
     def lookup(self, token_ids: Ints) -> int:
         """Tokens of the longest cached prefix, a multiple of the chunk size; they stay cached for the retrieve.
@@ -125,7 +131,14 @@ class Engine:
         if not num_chunks:
             return 0
         key = self._key(tokens, _new_id(), None)
-        found = self._attempt(lambda: self._transfers.lookup(key, self._worker_id)) * self.chunk_size
+
+        def work() -> int:
+            found = self._transfers.lookup(key, self._worker_id)
+            if not found:
+                self._transfers.end(key.request_id)
+            return found
+
+        found = self._attempt(work) * self.chunk_size
         if found:
             self._remember(_Lookup(key.request_id, tokens[:found].tobytes()))
         return found
@@ -141,7 +154,7 @@ class Engine:
             skip_first_n_tokens: So many tokens at the start are left as they are.
 
         Raises:
-            ValueError: Too few block ids, or something is no integer. Nothing was sent.
+            ValueError: Too few block ids, one that is no block, or something is no integer. Nothing was sent.
         """
         tokens, num_chunks = self._chunks(token_ids)
         ids = self._kernel_block_ids(block_ids, num_chunks)
@@ -152,11 +165,11 @@ class Engine:
         lookup = self._take_lookup(tokens.tobytes())
         request_id = _new_id() if lookup is None else lookup.request_id
         key = self._key(tokens, request_id, self._worker_id)
+        unread = None if lookup is None or len(lookup.tokens) == tokens.nbytes else self._found_by(lookup, tokens.size)
 
         def work() -> int:
             written = self._transfers.retrieve(key, ids, skip_first_n_tokens, is_locked=lookup is not None)
-            if lookup is not None and len(lookup.tokens) > tokens.nbytes:
-                self._link.end_session(request_id)  # the locks on what was not retrieved
+            self._transfers.end(request_id, unread)
             return written
 
         return self._attempt(work) * self.chunk_size
@@ -177,6 +190,8 @@ class Engine:
         with self._lock:
             if self._is_registered:
                 self._is_registered = False
+                while self._lookups:
+                    self._forget(self._lookups.pop(), is_farewell=True)
                 self._attempt(self._transfers.unregister, is_farewell=True)
         self._transfers.forget_late_replies()
 
@@ -246,7 +261,7 @@ class Engine:
                     if self._generation == generation:  # else another thread has registered again
                         self.register_with(self._link.info(again=True))
                 return work() or 0
-        except (ServerTimeoutError, ServerUnreachableError) as error:
+        except OSError as error:  # it did not answer, is not there, or its pool went while it was being mapped
             self._link.mark_down(error)
             if self._raises:
                 raise
@@ -296,6 +311,7 @@ class Engine:
                     f"but {array.size} block ids came"
                 )
             ids.append(array[:needed])
+        self._transfers.check_block_ids(ids)
         return ids
 
     def _remember(self, lookup: _Lookup) -> None:
@@ -303,7 +319,18 @@ class Engine:
             self._lookups.append(lookup)
             forgotten = self._lookups.popleft() if len(self._lookups) > _MAX_REMEMBERED_LOOKUPS else None
         if forgotten is not None:
-            self._attempt(lambda: self._link.end_session(forgotten.request_id))
+            self._forget(forgotten)
+
+    def _forget(self, lookup: _Lookup, *, is_farewell: bool = False) -> None:
+        """Give up the locks of a lookup that no retrieve will use."""
+        self._attempt(
+            lambda: self._transfers.end(lookup.request_id, self._found_by(lookup, 0)), is_farewell=is_farewell
+        )
+
+    def _found_by(self, lookup: _Lookup, start: int) -> CacheKey:
+        """What a lookup has found from this token on."""
+        tokens = np.frombuffer(lookup.tokens, np.int64)
+        return replace(self._key(tokens, lookup.request_id, self._worker_id), start=start)
 
     def _take_lookup(self, tokens: bytes) -> _Lookup | None:
         """The latest lookup that found at least these tokens, which is used up by that."""

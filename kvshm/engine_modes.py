@@ -50,6 +50,9 @@ class Transfers(Protocol):
     def unregister(self, timeout_s: float | None = None) -> None:
         """Unregister."""
 
+    def check_block_ids(self, block_ids: BlockIds) -> None:
+        """ValueError: an id is no block. Nothing has been sent."""
+
     def store(self, key: CacheKey, block_ids: BlockIds) -> int:
         """Chunks that are cached now."""
 
@@ -80,6 +83,7 @@ class Registered:
     engine_type: str
     layout_hints: dict[str, Any]
     engine_group_infos: tuple[Any, ...]
+    num_blocks: tuple[int, ...]  # per kernel group
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +216,13 @@ class ServerDrivenTransfers(_Base):
         """Unregister."""
         self._link.unregister_kv_cache(self.instance_id, timeout_s=timeout_s)
 
+    def check_block_ids(self, block_ids: BlockIds) -> None:
+        """ValueError: an id is no block. Nothing has been sent."""
+        # A kvshm server looks at those that move, and refuses. A real one counts negative ids from the end, and for
+        # one too large it leaves the chunks locked for ten minutes, in which it answers stores but stores nothing.
+        if not self._is_kvshm:
+            _check_block_ids(block_ids, self._registered.num_blocks)
+
     def store(self, key: CacheKey, block_ids: BlockIds) -> int:
         """Chunks that are cached now."""
         return self._copy("store", key, block_ids)
@@ -246,6 +257,14 @@ class ServerDrivenTransfers(_Base):
             # How a real LMCache server answers an engine that it does not know.
             raise NotRegisteredError(f"{operation}: the server refused instance {self.instance_id}")
         return key.end // info.chunk_size if ok else 0
+
+
+def _check_block_ids(block_ids: BlockIds, num_blocks: Sequence[int]) -> None:
+    for index, (ids, end) in enumerate(zip(block_ids, num_blocks, strict=True)):
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < end:
+            raise ValueError(
+                f"block ids of kernel group {index} reach from {ids.min()} to {ids.max()}, but there are {end} blocks"
+            )
 
 
 class EngineDrivenTransfers(_Base):
@@ -295,9 +314,12 @@ class EngineDrivenTransfers(_Base):
         self._pool = None
         self._life_sign.unlink()
 
+    def check_block_ids(self, block_ids: BlockIds) -> None:
+        """ValueError: an id is no block. Nothing has been sent."""
+        _check_block_ids(block_ids, [group.shape_desc.nb for group in self._manager.kernel_groups])
+
     def store(self, key: CacheKey, block_ids: BlockIds) -> int:
         """Chunks that are cached now."""
-        self._check_ids(block_ids)
         num_chunks = self._storable(block_ids, key.end // self._context.lmcache_tokens_per_chunk)
         if not num_chunks:
             return 0
@@ -320,7 +342,6 @@ class EngineDrivenTransfers(_Base):
 
     def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
         """Chunks written: all or 0."""
-        self._check_ids(block_ids)
         num_chunks = key.end // self._context.lmcache_tokens_per_chunk
         if (
             not self._is_kvshm
@@ -396,16 +417,6 @@ class EngineDrivenTransfers(_Base):
 
     def _cut(self, block_ids: BlockIds, num_chunks: int) -> list[NDArray[np.int64]]:
         return [ids[: self._manager.blocks_per_chunk(index) * num_chunks] for index, ids in enumerate(block_ids)]
-
-    def _check_ids(self, block_ids: BlockIds) -> None:
-        """Refuse ids before slots are borrowed for them."""
-        for index, ids in enumerate(block_ids):
-            num_blocks = self._manager.get_shape_desc(index).nb
-            if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
-                raise ValueError(
-                    f"block ids of kernel group {index} reach from {ids.min()} to {ids.max()}, but there are "
-                    f"{num_blocks} blocks"
-                )
 
     def _mapped_pool(self) -> NDArray[np.uint8]:
         pool = self._pool
