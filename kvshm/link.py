@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvshm import wire
-from kvshm.connections import CacheServerError, Connections, ServerTimeoutError, ServerUnreachableError
+from kvshm.connections import CacheServerError, Connections
 from kvshm.operations import PlainOperations, ServerInfo, probe
 
 __all__ = ["Member", "ServerLink"]
@@ -128,12 +128,13 @@ class ServerLink(PlainOperations):
                 return
             try:
                 self._check()
-            except (ServerTimeoutError, ServerUnreachableError, CacheServerError, wire.WireError) as error:
+            except (OSError, CacheServerError, wire.WireError) as error:
                 self.mark_down(error)
-            except ValueError:
+            except Exception as error:  # the heartbeat must not end while its client lives
                 if self._closing.is_set():
                     return  # the connections were closed meanwhile
-                raise
+                _logger.exception("kvshm: the heartbeat failed")
+                self.mark_down(error)
 
     def _check(self) -> None:
         """See whether the server is there and still the same; renew the leases."""

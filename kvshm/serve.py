@@ -10,8 +10,6 @@ import sys
 import threading
 from typing import Any
 
-from kvshm.client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
-from kvshm.server import CacheServer
 from kvshm.units import format_nbytes, parse_nbytes
 
 __all__ = ["add_serve_arguments", "add_status_arguments", "run_serve", "run_status"]
@@ -62,6 +60,9 @@ def _nbytes(text: str) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
+    # Each command imports its half when it runs: a server is ready that much sooner.
+    from kvshm.server import CacheServer  # noqa: PLC0415
+
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO if args.verbose else logging.WARNING
     )
@@ -117,6 +118,13 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(args: argparse.Namespace) -> int:
     """Print a server's status."""
+    from kvshm.client import (  # noqa: PLC0415
+        CacheClient,
+        CacheServerError,
+        ServerTimeoutError,
+        ServerUnreachableError,
+    )
+
     try:
         with CacheClient(args.url, timeout_s=args.timeout, connect_timeout_s=args.timeout) as client:
             if not client.server_info().is_kvshm:
