@@ -3,6 +3,7 @@
 from kvshm import posix_shm, wire
 from kvshm._version import __version__
 from kvshm.capacity import ShmFullError
+from kvshm.context import CPUCacheContext
 from kvshm.registry import register_wrapper, resolve_wrapper_factory
 from kvshm.shm import Segment, SegmentInfo, list_segments, sweep
 from kvshm.stream import HostEvent, HostStream
@@ -19,6 +20,7 @@ from kvshm.wrapper import (
 )
 
 __all__ = [
+    "CPUCacheContext",
     "HostEvent",
     "HostStream",
     "Segment",
