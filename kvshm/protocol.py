@@ -374,6 +374,8 @@ def parse_payload(operation: Operation, frames: Sequence[bytes]) -> list[Any]:
         ProtocolError: Too many or too few frames, or one that is not what the operation takes.
     """
     most = len(operation.payload)
+    if not frames and not most:
+        return []
     if not most - operation.num_optional <= len(frames) <= most:
         raise ProtocolError(
             f"{operation.name} takes {most - operation.num_optional} to {most} payload frames; {len(frames)} came"
