@@ -1,11 +1,18 @@
-"""Paged KV caches of LLM engines, shared between processes over POSIX shared memory, without PyTorch."""
+"""Paged KV caches of LLM engines, shared between processes over POSIX shared memory, without PyTorch.
 
-from kvshm import posix_shm, wire
+The cache server and its client need the extra ``kvshm[server]`` and are loaded when first asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvshm import formats, layout, posix_shm, transfer, wire
 from kvshm._version import __version__
 from kvshm.capacity import ShmFullError
 from kvshm.context import CPUCacheContext
+from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.registry import register_wrapper, resolve_wrapper_factory
 from kvshm.shm import Segment, SegmentInfo, list_segments, sweep
+from kvshm.spec import ArraySpec
 from kvshm.stream import HostEvent, HostStream
 from kvshm.wrapper import (
     ShmArrayWrapper,
@@ -19,8 +26,15 @@ from kvshm.wrapper import (
     zeros,
 )
 
+if TYPE_CHECKING:
+    from kvshm.client import CacheClient as CacheClient
+    from kvshm.server import CacheServer as CacheServer
+
 __all__ = [
+    "ArraySpec",
     "CPUCacheContext",
+    "EngineKVFormat",
+    "EngineType",
     "HostEvent",
     "HostStream",
     "Segment",
@@ -31,7 +45,9 @@ __all__ = [
     "__version__",
     "empty",
     "empty_many",
+    "formats",
     "is_shared",
+    "layout",
     "list_segments",
     "migrate_to_shm_and_wrap",
     "posix_shm",
@@ -39,7 +55,29 @@ __all__ = [
     "resolve_wrapper_factory",
     "share",
     "sweep",
+    "transfer",
     "wire",
     "wrap",
     "zeros",
 ]
+
+_NEED_ZMQ = {"CacheClient": "kvshm.client", "CacheServer": "kvshm.server"}
+
+
+def __getattr__(name: str) -> Any:
+    """The names that need pyzmq."""
+    if name not in _NEED_ZMQ:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415  as late as what it imports
+
+    try:
+        module = import_module(_NEED_ZMQ[name])
+    except ModuleNotFoundError as error:
+        if error.name != "zmq":
+            raise
+        raise ImportError(f"kvshm.{name} needs pyzmq: pip install 'kvshm[server]'") from None
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_NEED_ZMQ]
