@@ -27,8 +27,8 @@ from kvshm.wrapper import (
 )
 
 if TYPE_CHECKING:
-    from kvshm.client import CacheClient as CacheClient
-    from kvshm.server import CacheServer as CacheServer
+    from kvshm.client.cache_client import CacheClient as CacheClient
+    from kvshm.server.cache_server import CacheServer as CacheServer
 
 __all__ = [
     "ArraySpec",
@@ -61,7 +61,10 @@ __all__ = [
     "zeros",
 ]
 
-_NEED_ZMQ = {"CacheClient": "kvshm.client", "CacheServer": "kvshm.server"}
+_NEED_ZMQ = {
+    "CacheClient": "kvshm.client.cache_client",
+    "CacheServer": "kvshm.server.cache_server",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 import zmq
 
 from kvshm import wire
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 from kvshm.wrapper import empty_many
 
 __all__ = ["Geometry", "Measurement", "measure"]

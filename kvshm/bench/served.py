@@ -21,8 +21,8 @@ def measure_server(nbytes: int, repeat: int) -> Iterator[Cost]:
     """Nothing where pyzmq is not installed."""
     if importlib.util.find_spec("zmq") is None:
         return
-    from kvshm.client import CacheClient  # noqa: PLC0415  # needs the extra "server"
-    from kvshm.server import CacheServer  # noqa: PLC0415
+    from kvshm.client.cache_client import CacheClient  # noqa: PLC0415  # needs the extra "server"
+    from kvshm.server.cache_server import CacheServer  # noqa: PLC0415
 
     layout = LAYOUTS[0]
     num_chunks = max(1, nbytes // (layout.token_nbytes * TOKENS_PER_CHUNK))

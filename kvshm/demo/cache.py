@@ -260,7 +260,7 @@ def connect(url: str) -> CacheClientLike:
         ModuleNotFoundError: pyzmq is not installed.
         ValueError: The url is none.
     """
-    from kvshm.client import CacheClient  # noqa: PLC0415  the only thing here that needs an optional package
+    from kvshm.client.cache_client import CacheClient  # noqa: PLC0415  the only thing here that needs an optional package
 
     return CacheClient(url, raises=True)
 

@@ -17,9 +17,9 @@ import pytest
 import zmq
 
 import kvshm
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 from kvshm.layout import EngineGroupInfo
-from kvshm.server import CacheServer
+from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
@@ -47,7 +47,7 @@ def server() -> Iterator[CacheServer]:
 
 @pytest.fixture
 def copies() -> Any:
-    return importlib.import_module("kvshm.copies")
+    return importlib.import_module("kvshm.server.copies")
 
 
 class Gate:
@@ -131,7 +131,7 @@ def test_a_pool_that_cannot_be_reserved(server: CacheServer, monkeypatch: pytest
 
 
 def test_reserving_stops_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool_memory = importlib.import_module("kvshm.pool_memory")
+    pool_memory = importlib.import_module("kvshm.store.pool_memory")
     real = os.posix_fallocate
 
     def fallocate(fd: int, offset: int, nbytes: int) -> None:
@@ -153,7 +153,7 @@ def test_reserving_stops_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_reserving_can_be_stopped() -> None:
-    pool_memory = importlib.import_module("kvshm.pool_memory")
+    pool_memory = importlib.import_module("kvshm.store.pool_memory")
     pool = pool_memory.PoolMemory(64 << 20)
     stop = threading.Event()
     stop.set()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import pytest
 
 import kvshm
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 from tests.support import soak_engine
 from tests.support.processes import ROOT, environment
 from tests.support.serving import ServeProcess

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvshm.server import CacheServer
+from kvshm.server.cache_server import CacheServer
 
 CHUNK_SIZE = 48
 PROMPT = bytes(range(256))[:199]  # four full chunks and seven tokens

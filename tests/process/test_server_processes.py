@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, running_server, wipe
 from tests.support.processes import ROOT, Peer, environment, run_python
 from tests.support.serving import ServeProcess
@@ -32,7 +32,7 @@ BLOCKS = [4, 9, 2, 17, 30, 11]
 ENGINE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 from tests.support.cache_server import layers, NHD, blocks_of, wipe, CHUNK
 TOKENS = {TOKENS}
 BLOCKS = {BLOCKS}
@@ -235,7 +235,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from tests.support.fork_target import noop
 if __name__ == "__main__":
     warnings.simplefilter("ignore", DeprecationWarning)
-    from kvshm.client import CacheClient
+    from kvshm.client.cache_client import CacheClient
     client = CacheClient({server.url!r})
     assert client.noop() == "OK"
     context = multiprocessing.get_context({method!r})
@@ -269,8 +269,8 @@ def test_signal_handlers_are_left_alone() -> None:
         """
 import signal
 before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-from kvshm.server import CacheServer
-from kvshm.client import CacheClient
+from kvshm.server.cache_server import CacheServer
+from kvshm.client.cache_client import CacheClient
 with CacheServer("tcp://127.0.0.1:0", 1 << 20) as server, CacheClient(server.endpoint) as client:
     client.noop()
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before

@@ -244,6 +244,7 @@ def child(wrapper, queue):
     array[0] += 1
     own = kvshm.empty((11,), "int32")
     segment = kvshm.Segment.create(7)
+    child.keep = own, segment  # alive when the process ends
     queue.put((kvshm.wrap(own), segment.name))
     queue.get()
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvshm.store import ChunkStore, Entry, Reservation
+from kvshm.store.chunk_store import ChunkStore, Entry, Reservation
 
 CAPACITY = 20_011
 SIZES = (1, 64, 100, 997, 2_003, 7_919)

@@ -14,7 +14,7 @@ import zmq
 from numpy.typing import NDArray
 
 import kvshm
-from kvshm.server import CacheServer
+from kvshm.server.cache_server import CacheServer
 
 CHUNK = 6  # tokens
 BLOCK = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 
 
 def noop(url: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvshm import empty_many
-from kvshm.client import CacheClient
+from kvshm.client.cache_client import CacheClient
 
 CHUNK, BLOCK, HEADS, SIZE, LAYERS, MAX_CHUNKS = 8, 4, 3, 16, 3, 4
 NUM_BLOCKS = 2 * MAX_CHUNKS * (CHUNK // BLOCK) + 1

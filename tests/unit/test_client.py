@@ -17,11 +17,11 @@ import zmq
 
 import kvshm
 from kvshm import wire
-from kvshm.client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.cache_client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import token_array
 from kvshm.protocol import CacheKey
-from kvshm.server import CacheServer
+from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
@@ -549,7 +549,7 @@ def test_another_chunk_size_after_a_restart(caplog: pytest.LogCaptureFixture) ->
 
 def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that its client gave up waiting for still runs; its blocks are nobody else's until it ends."""
-    copies: Any = importlib.import_module("kvshm.copies")
+    copies: Any = importlib.import_module("kvshm.server.copies")
     go_on, running = threading.Event(), threading.Event()
     real = copies.scatter_chunks
 
@@ -576,7 +576,7 @@ def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest
 
 def test_a_store_that_ends_too_late_is_not_published(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client may have changed the blocks meanwhile."""
-    copies: Any = importlib.import_module("kvshm.copies")
+    copies: Any = importlib.import_module("kvshm.server.copies")
     go_on = threading.Event()
     real = copies.gather_chunks
 
@@ -632,7 +632,7 @@ def test_many_threads(client: CacheClient) -> None:
 
 def test_ids_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process ids do, from container to container."""
-    from kvshm.engine_modes import ServerDrivenTransfers
+    from kvshm.client.transfers import ServerDrivenTransfers
 
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr(threading, "get_ident", lambda: 1)

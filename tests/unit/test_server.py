@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvshm import Segment
-from kvshm.server import CacheServer
+from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import (
     BLOCK,
     BLOCKS_PER_CHUNK,
@@ -630,7 +630,7 @@ def test_engines_that_never_ping_have_the_longer_time() -> None:
 
 
 def test_an_engine_that_writes_while_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: Any = importlib.import_module("kvshm.copies")
+    copies: Any = importlib.import_module("kvshm.server.copies")
     arrays = layers()
     real = copies.gather_chunks
 

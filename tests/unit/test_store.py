@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshm.slabs import SlabAllocator
-from kvshm.store import ChunkStore, Reservation
+from kvshm.store.chunk_store import ChunkStore, Reservation
+from kvshm.store.slabs import SlabAllocator
 
 KIB = 1024
 

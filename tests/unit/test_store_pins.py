@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvshm.pins import Found, LookupPins
-from kvshm.store import ChunkStore
+from kvshm.store.chunk_store import ChunkStore
+from kvshm.store.pins import Found, LookupPins
 
 NBYTES = 4096
 

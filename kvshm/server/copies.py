@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from kvshm.context import CPUCacheContext
 from kvshm.layout import EngineGroupInfo, all_null_chunk_masks
 from kvshm.protocol import NO_RESULT, CacheKey
-from kvshm.registrations import Registration, context_layout, object_keys
-from kvshm.state import DEFERRED, Call, Refused, ServerState, worker_of
+from kvshm.server.registrations import Registration, context_layout, object_keys
+from kvshm.server.state import DEFERRED, Call, Refused, ServerState, worker_of
 from kvshm.transfer import gather_chunks, scatter_chunks
 
 __all__ = ["ServerDrivenOperations"]

@@ -1,8 +1,8 @@
 """All operations of the cache server, by name. Books only: copies run elsewhere, and sockets are not known here.
 
 One thread, the server's loop, calls everything in this module. An operation returns its result, or
-:data:`~kvshm.state.DEFERRED` and answers its :class:`~kvshm.state.Call` later. What it raises becomes the reply's
-failure.
+:data:`~kvshm.server.state.DEFERRED` and answers its :class:`~kvshm.server.state.Call` later. What it raises becomes
+the reply's failure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm._version import __version__
-from kvshm.copies import ServerDrivenOperations
-from kvshm.lending import EngineDrivenOperations
-from kvshm.pins import Found
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import NO_RESULT, OPERATIONS, PROTOCOL_VERSION, CacheKey
-from kvshm.registrations import ChunkLayout
-from kvshm.state import Call, Refused, ServerState
+from kvshm.server.copies import ServerDrivenOperations
+from kvshm.server.lending import EngineDrivenOperations
+from kvshm.server.registrations import ChunkLayout
+from kvshm.server.state import Call, Refused, ServerState
+from kvshm.store.pins import Found
 
 __all__ = ["CacheService"]
 
@@ -52,7 +52,7 @@ class CacheService:
     # Engines of either kind
 
     def unregister_kv_cache_engine_driven_context(self, call: Call, instance_id: int) -> object:
-        """As :meth:`~kvshm.copies.ServerDrivenOperations.unregister_kv_cache`."""
+        """As :meth:`~kvshm.server.copies.ServerDrivenOperations.unregister_kv_cache`."""
         return self._server_driven.unregister_kv_cache(call, instance_id)
 
     def ping(self, call: Call, instance_id: int | None) -> bool:

@@ -1,8 +1,8 @@
 """The protocol's operations as calls: arguments in, frames out; a reply in, a result or an error out.
 
 Works against a kvshm server and a real LMCache server alike. An operation that fails on a kvshm server raises
-:class:`~kvshm.connections.CacheServerError` with the server's reason; LMCache sends no reply then, and the deadline
-ends the wait.
+:class:`~kvshm.client.connections.CacheServerError` with the server's reason; LMCache sends no reply then, and the
+deadline ends the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from kvshm import wire
 from kvshm._version import __version__
-from kvshm.connections import CacheServerError, Connections, Reply
+from kvshm.client.connections import CacheServerError, Connections, Reply
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import Ints, token_array
 from kvshm.protocol import OPERATIONS, PROTOCOL_VERSION, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key

@@ -61,7 +61,7 @@ def _nbytes(text: str) -> int:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     # Each command imports its half when it runs: a server is ready that much sooner.
-    from kvshm.server import CacheServer  # noqa: PLC0415
+    from kvshm.server.cache_server import CacheServer  # noqa: PLC0415
 
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO if args.verbose else logging.WARNING
@@ -118,7 +118,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(args: argparse.Namespace) -> int:
     """Print a server's status."""
-    from kvshm.client import (  # noqa: PLC0415
+    from kvshm.client.cache_client import (  # noqa: PLC0415
         CacheClient,
         CacheServerError,
         ServerTimeoutError,

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvshm import wire
-from kvshm.connections import CacheServerError, Connections
-from kvshm.operations import PlainOperations, ServerInfo, probe
+from kvshm.client.connections import CacheServerError, Connections
+from kvshm.client.operations import PlainOperations, ServerInfo, probe
 
 __all__ = ["Member", "ServerLink"]
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvshm.protocol import CacheKey, EngineDrivenSpec
-from kvshm.registrations import (
+from kvshm.server.registrations import (
     ChunkLayout,
     PreparedRead,
     PreparedStore,
@@ -19,8 +19,8 @@ from kvshm.registrations import (
     engine_driven_layout,
     object_keys,
 )
-from kvshm.state import DEFERRED, Call, Refused, ServerState, worker_of
-from kvshm.store import Entry
+from kvshm.server.state import DEFERRED, Call, Refused, ServerState, worker_of
+from kvshm.store.chunk_store import Entry
 
 __all__ = ["EngineDrivenOperations"]
 

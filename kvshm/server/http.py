@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat
-from kvshm.registrations import Registrations
+from kvshm.server.registrations import Registrations
 
 __all__ = ["HttpFrontend", "block_checksums", "block_id_ranges", "metrics_text"]
 

@@ -18,7 +18,7 @@ from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_from_name, dtype_name
 from kvshm.prefix import CHUNK_HASH_NBYTES
 from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec
-from kvshm.store import Entry, Reservation
+from kvshm.store.chunk_store import Entry, Reservation
 
 __all__ = [
     "ChunkLayout",

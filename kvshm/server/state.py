@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
-from kvshm.jobs import Done
 from kvshm.objects import list_segments
-from kvshm.pins import Found, LookupPins
-from kvshm.pool_memory import PoolMemory
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
-from kvshm.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
-from kvshm.store import ChunkStore, Entry
+from kvshm.server.jobs import Done
+from kvshm.server.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
+from kvshm.store.chunk_store import ChunkStore, Entry
+from kvshm.store.pins import Found, LookupPins
+from kvshm.store.pool_memory import PoolMemory
 
 __all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "worker_of"]
 

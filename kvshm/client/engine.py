@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
-from kvshm.engine_modes import NotRegisteredError, Transfers
+from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.link import ServerLink
+from kvshm.client.operations import ServerInfo
+from kvshm.client.transfers import NotRegisteredError, Transfers
 from kvshm.layout import KVLayerGroupsManager
-from kvshm.link import ServerLink
-from kvshm.operations import ServerInfo
 from kvshm.prefix import Ints, int64_array, token_array
 from kvshm.protocol import CacheKey
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.connections import CacheServerError, Connection, ServerTimeoutError
+from kvshm.client.connections import CacheServerError, Connection, ServerTimeoutError
+from kvshm.client.link import ServerLink
+from kvshm.client.operations import FRAMES, ServerInfo
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_name
 from kvshm.layout import ObjectGroupInfo, all_null_chunk_masks
-from kvshm.link import ServerLink
-from kvshm.operations import FRAMES, ServerInfo
 from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
 from kvshm.shm import Segment
 from kvshm.transfer import gather_chunks, scatter_chunks
@@ -40,7 +40,7 @@ class NotRegisteredError(CacheServerError):
 
 
 class Transfers(Protocol):
-    """What an engine needs of its way to move chunks. All raise what :mod:`kvshm.connections` raises."""
+    """What an engine needs of its way to move chunks. All raise what :mod:`kvshm.client.connections` raises."""
 
     instance_id: int
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from kvshm.store import ChunkStore, Entry
+from kvshm.store.chunk_store import ChunkStore, Entry
 
 __all__ = ["Found", "LookupPins"]
 

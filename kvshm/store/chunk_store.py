@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvshm.slabs import Cell, SlabAllocator
+from kvshm.store.slabs import Cell, SlabAllocator
 
 __all__ = ["ChunkStore", "Entry", "Reservation", "StoreStats"]
 

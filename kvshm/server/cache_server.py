@@ -1,7 +1,7 @@
 """The cache server: a socket, a loop, and threads that copy.
 
-One thread, the loop, reads requests, keeps the books (:mod:`kvshm.service`) and writes replies; it never copies a chunk
-and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid gets a
+One thread, the loop, reads requests, keeps the books (:mod:`kvshm.server.service`) and writes replies; it never copies
+a chunk and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid gets a
 reply, also when it fails: then its failure value and one more frame that says why.
 """
 
@@ -22,9 +22,6 @@ import zmq
 
 from kvshm import wire
 from kvshm._version import __version__
-from kvshm.endpoints import bind, checked_endpoint, remove_socket_file
-from kvshm.jobs import Done, JobPool
-from kvshm.pool_memory import PoolMemory
 from kvshm.protocol import (
     NO_RESULT,
     Operation,
@@ -33,11 +30,14 @@ from kvshm.protocol import (
     operation_of,
     parse_payload,
 )
-from kvshm.registrations import Registrations
-from kvshm.service import CacheService
-from kvshm.slabs import SlabAllocator
-from kvshm.state import DEFERRED, ServerState, Settings
-from kvshm.store import ChunkStore
+from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
+from kvshm.server.jobs import Done, JobPool
+from kvshm.server.registrations import Registrations
+from kvshm.server.service import CacheService
+from kvshm.server.state import DEFERRED, ServerState, Settings
+from kvshm.store.chunk_store import ChunkStore
+from kvshm.store.pool_memory import PoolMemory
+from kvshm.store.slabs import SlabAllocator
 
 __all__ = ["CacheServer"]
 
@@ -155,7 +155,7 @@ class CacheServer:
             self._state = ServerState(self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit)
             self._service = CacheService(self._state, self.status)
             if self._http_port is not None:
-                from kvshm.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
+                from kvshm.server.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
 
                 self._http = HttpFrontend(self, self._http_port)
                 self._http.start()

@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvshm.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.engine import Engine
+from kvshm.client.link import ServerLink
+from kvshm.client.operations import PlainOperations, ServerInfo
+from kvshm.client.transfers import EngineDrivenTransfers, Registered, ServerDrivenTransfers, Transfers
 from kvshm.context import CPUCacheContext
-from kvshm.engine import Engine
-from kvshm.engine_modes import EngineDrivenTransfers, Registered, ServerDrivenTransfers, Transfers
 from kvshm.formats import EngineType
 from kvshm.layout import EngineGroupInfo
-from kvshm.link import ServerLink
-from kvshm.operations import PlainOperations, ServerInfo
 from kvshm.wrapper import ShmArrayWrapper, wrap
 
 __all__ = ["CacheClient", "CacheServerError", "ServerTimeoutError", "ServerUnreachableError"]

@@ -1,0 +1,1 @@
+"""What the cache server keeps: chunk objects in one pool segment, who holds them, and what goes when room is needed."""
