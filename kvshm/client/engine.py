@@ -238,7 +238,7 @@ class Engine:
                 try:
                     self._transfers.unregister(timeout_s)
                 except _SERVER_ERRORS as error:
-                    _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, error)
+                    _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, str(error))
         self._transfers.forget_late_replies()
 
     # Helpers
@@ -267,7 +267,7 @@ class Engine:
                 raise
         except (CacheServerError, wire.WireError) as error:
             self._link.last_error = str(error)
-            _logger.info("kvshm: a miss: %s", error)
+            _logger.info("kvshm: a miss: %s", self._link.last_error)
             if self._raises:
                 raise
         return 0

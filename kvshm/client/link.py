@@ -83,7 +83,8 @@ class ServerLink(PlainOperations):
         self.last_error = str(error)
         if self.is_up:
             self.is_up = False
-            _logger.warning("kvshm: going on without the cache server: %s", error)
+            # The text and not the error: a handler that keeps records would keep its frames, and the engine's caches.
+            _logger.warning("kvshm: going on without the cache server: %s", self.last_error)
             self._wake.set()
 
     def add(self, member: Member) -> None:
