@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
 from math import lcm, prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,7 +16,7 @@ from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.spec import ArraySpec
-from kvshm.strategies.arrays import KV_DTYPES, Bytes, buffers, dtypes
+from kvshm.strategies.arrays import Bytes, buffers, dtypes
 
 __all__ = [
     "DETECTABLE_FORMATS",
@@ -22,10 +24,10 @@ __all__ = [
     "LayerKind",
     "PagedCache",
     "Sizes",
-    "caches_of",
+    "draw_cache",
+    "draw_layer_kind",
     "kv_caches",
     "kv_formats",
-    "layer_kinds",
     "layout_hints",
 ]
 
@@ -219,9 +221,10 @@ def layout_hints(draw: st.DrawFn, format: EngineKVFormat) -> Hints:
 
 # Layers
 
+_ANY = dtypes()
 
-@st.composite
-def layer_kinds(
+
+def draw_layer_kind(
     draw: st.DrawFn,
     format: EngineKVFormat,
     *,
@@ -229,15 +232,15 @@ def layer_kinds(
     max_side: int = 5,
     block_size: st.SearchStrategy[int] | None = None,
 ) -> LayerKind:
-    """Sizes and dtypes of layers that no other format could be read into."""
+    """Sizes and dtypes of layers that could not be read as another format."""
     sides = st.integers(1, max_side)
     slots = sides if block_size is None else block_size
     sizes = Sizes(draw(sides), draw(_num_blocks(format, sides)), draw(slots), draw(sides), draw(sides))
-    of_kv = dtypes(KV_DTYPES) if dtype is None else dtype
+    of_kv = _ANY if dtype is None else dtype
     if format is F.NL_X_NB_BSV_BSS:
         return LayerKind(format, sizes._replace(hs=INDEX_PAGE_WIDTH), ((INDEX_PAGE_WIDTH, np.dtype(np.uint8)),))
     if format is F.NL_X_NP_X_NB_BS_ONE_HS:
-        return LayerKind(format, sizes, draw(_planes(of_kv, sides)))
+        return LayerKind(format, sizes, _planes(draw, of_kv, sides))
     first = draw(of_kv)
     if first == np.uint8 and sizes.hs == INDEX_PAGE_WIDTH:
         sizes = sizes._replace(hs=INDEX_PAGE_WIDTH + 1)  # else it may be an index page
@@ -249,7 +252,6 @@ def _num_blocks(format: EngineKVFormat, numbers: st.SearchStrategy[int]) -> st.S
     return numbers.filter(lambda number: number != 2) if format.axes[:2] == ("NB", "TWO") else numbers
 
 
-@st.composite
 def _planes(
     draw: st.DrawFn, dtype: st.SearchStrategy[DType], widths: st.SearchStrategy[int]
 ) -> tuple[tuple[int, DType], ...]:
@@ -275,19 +277,18 @@ def kv_caches(
 
     Args:
         formats: One, or a strategy of them; else all, those that no engine exposes any more included.
-        dtype: dtype of the arrays; else those that caches mostly have. Index pages are uint8.
+        dtype: dtypes of the arrays; else any of :func:`dtypes`. Index pages are uint8.
         max_side: Largest number of layers, blocks, slots, heads, and elements of a head.
         permuted: The engine may expose the axes in another order than that in memory.
         padded: Where the format allows it, blocks may lie apart, also with those of other layers in between.
     """
     chosen = kv_formats() if formats is None else formats
     format = chosen if isinstance(chosen, EngineKVFormat) else draw(chosen)
-    kind = draw(layer_kinds(format, dtype=dtype, max_side=max_side))
-    return draw(caches_of([kind] * kind.sizes.nl, permuted=permuted, padded=padded))
+    kind = draw_layer_kind(draw, format, dtype=dtype, max_side=max_side)
+    return draw_cache(draw, [kind] * kind.sizes.nl, permuted=permuted, padded=padded)
 
 
-@st.composite
-def caches_of(
+def draw_cache(
     draw: st.DrawFn,
     layers: Sequence[LayerKind | ArraySpec],
     *,
@@ -306,7 +307,7 @@ def caches_of(
         for kind in kinds[1:]
     }
     axes = {kind: forms[kind].axes or tuple((axis,) for axis in kind.format.axes) for kind in kinds}
-    orders = {kind: draw(_orders(len(axes[kind]), permuted)) for kind in kinds}
+    orders = {kind: draw(_orders(len(axes[kind]))) if permuted else tuple(range(len(axes[kind]))) for kind in kinds}
 
     leaves: list[Leaf] = []
     counts: list[int] = []
@@ -319,7 +320,7 @@ def caches_of(
         counts.append(len(of_layer))
     may_be_apart = padded and any(leaf.may_be_apart for leaf in leaves)
     placement = draw(st.sampled_from(PLACEMENTS if may_be_apart else PLACEMENTS[:1]))
-    specs, nbytes = draw(_placed(leaves, placement))
+    specs, nbytes = _placed(draw, leaves, placement)
     exposed = [
         spec if leaf.kind is None else _exposed(spec, leaf.kind, axes[leaf.kind], orders[leaf.kind])
         for leaf, spec in zip(leaves, specs, strict=True)
@@ -355,52 +356,46 @@ def _forms_of_all(kinds: Sequence[LayerKind]) -> list[Form]:
     ]
 
 
-def _orders(rank: int, permuted: bool) -> st.SearchStrategy[tuple[int, ...]]:
-    axes = tuple(range(rank))
-    return st.permutations(axes).map(tuple) if permuted else st.just(axes)
+@lru_cache
+def _orders(rank: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.sampled_from(list(permutations(range(rank))))
 
 
 # Places in one buffer
 
+_GAPS = st.integers(0, 3)
 
-@st.composite
+
 def _placed(draw: st.DrawFn, leaves: Sequence[Leaf], placement: Placement) -> tuple[list[ArraySpec], int]:
     """The specs at places of their own, and the bytes of the buffer they are in."""
-    gaps = st.integers(0, 3)
-    end = 0
-    placed: dict[int, ArraySpec] = {}
+    rows = [leaf for leaf in leaves if leaf.may_be_apart] if placement == "interleaved" else []
+    unit = lcm(*(leaf.spec.dtype.itemsize for leaf in rows))
+    row_nbytes = 0
+    in_row: list[int] = []
+    for leaf in rows:
+        itemsize = leaf.spec.dtype.itemsize
+        in_row.append(-(-row_nbytes // itemsize) * itemsize + draw(_GAPS) * itemsize)
+        row_nbytes = in_row[-1] + leaf.spec.stride[0] * itemsize
+    row_nbytes = -(-row_nbytes // unit) * unit
+
     pads: dict[tuple[LayerKind | None, int], int] = {}
-    for index, leaf in enumerate(leaves):
-        if leaf.may_be_apart and placement == "interleaved":
-            continue
+    placed: list[ArraySpec] = []
+    end = max((leaf.spec.shape[0] for leaf in rows), default=0) * row_nbytes
+    starts = iter(in_row)
+    for leaf in leaves:
         spec = leaf.spec
         itemsize = spec.dtype.itemsize
-        if leaf.may_be_apart and placement == "padded":
-            key = (leaf.kind, leaf.plane)  # layers of one kernel group have one stride
-            pads[key] = pads[key] if key in pads else draw(gaps)
-            spec = _with_row(spec, spec.stride[0] + pads[key])
-        start = -(-end // itemsize) + draw(gaps)
-        placed[index] = ArraySpec(spec.shape, spec.stride, start, spec.dtype)
-        end = (start + spec.shape[0] * spec.stride[0] if leaf.kind else start) * itemsize
-        end = max(end, placed[index].byte_span)
-    if placement == "interleaved":
-        apart = [index for index, leaf in enumerate(leaves) if leaf.may_be_apart]
-        unit = lcm(*(leaves[index].spec.dtype.itemsize for index in apart))
-        base = -(-end // unit) * unit
-        row = 0
-        starts = []
-        for index in apart:
-            itemsize = leaves[index].spec.dtype.itemsize
-            row = -(-row // itemsize) * itemsize
-            starts.append(base + row)
-            row += leaves[index].spec.stride[0] * itemsize
-        row = -(-row // unit) * unit
-        for index, start in zip(apart, starts, strict=True):
-            itemsize = leaves[index].spec.dtype.itemsize
-            spec = _with_row(leaves[index].spec, row // itemsize)
-            placed[index] = ArraySpec(spec.shape, spec.stride, start // itemsize, spec.dtype)
-            end = max(end, placed[index].byte_span)
-    return [placed[index] for index in range(len(leaves))], end
+        if placement == "interleaved" and leaf.may_be_apart:
+            start, spec = next(starts) // itemsize, _with_row(spec, row_nbytes // itemsize)
+        else:
+            if placement == "padded" and leaf.may_be_apart:
+                key = (leaf.kind, leaf.plane)  # layers of one kernel group have one stride
+                pads[key] = pads[key] if key in pads else draw(_GAPS)
+                spec = _with_row(spec, spec.stride[0] + pads[key])
+            start = -(-end // itemsize) + draw(_GAPS)
+        placed.append(ArraySpec(spec.shape, spec.stride, start, spec.dtype))
+        end = max(end, placed[-1].byte_span)
+    return placed, end
 
 
 def _with_row(spec: ArraySpec, step: int) -> ArraySpec:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
 from math import lcm
 from typing import Any
 
 from hypothesis import strategies as st
 
+from kvshm.dtypes import DType
 from kvshm.formats import EngineKVFormat
 from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager
 from kvshm.spec import ArraySpec
@@ -17,9 +20,9 @@ from kvshm.strategies.caches import (
     REGISTRABLE_FORMATS,
     LayerKind,
     PagedCache,
-    caches_of,
+    draw_cache,
+    draw_layer_kind,
     kv_formats,
-    layer_kinds,
 )
 
 __all__ = ["Registration", "block_id_lists", "chunk_sizes", "engine_groups", "registrations"]
@@ -40,6 +43,11 @@ HYBRIDS: tuple[tuple[EngineKVFormat, ...], ...] = (
     (F.NL_X_NB_BS_HS, F.NL_X_NB_BS_NH_HS),
 )
 RATIOS = (1, 2, 4)  # tokens of a slot
+_SLOTS = st.sampled_from([1, 2, 3, 4])
+_OUTSIDE = array_specs(max_side=3, max_offset=0)
+_TAGS = st.sampled_from([0, 0, 0, 1, 2])
+_RARELY = st.sampled_from([False, False, False, True])
+_CHOICES = st.sampled_from(HYBRIDS)
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,16 @@ def engine_groups(
     """
     if engine_group_ids is None:
         engine_group_ids = draw(st.permutations(range(len(kernel_groups))))
+    return _draw_infos(draw, kernel_groups, slots_per_block, lmcache_tokens_per_chunk, engine_group_ids)
+
+
+def _draw_infos(
+    draw: st.DrawFn,
+    kernel_groups: Sequence[Sequence[int]],
+    slots_per_block: Sequence[int],
+    lmcache_tokens_per_chunk: int,
+    engine_group_ids: Sequence[int],
+) -> tuple[EngineGroupInfo, ...]:
     told: dict[int, int] = {}
     infos = []
     for layers, slots, group_id in zip(kernel_groups, slots_per_block, engine_group_ids, strict=True):
@@ -123,13 +141,19 @@ def engine_groups(
                 layer_indices=tuple(layers),
                 tokens_per_block=0 if tokens == slots and draw(st.booleans()) else tokens,
                 sw_size_tokens=draw(_windows(tokens, lmcache_tokens_per_chunk)),
-                extra_object_group_tag=draw(st.sampled_from([0, 0, 0, 1, 2])),
-                recurrent_state=draw(st.sampled_from([False, False, False, True])),
+                extra_object_group_tag=draw(_TAGS),
+                recurrent_state=draw(_RARELY),
             )
         )
     return tuple(infos)
 
 
+@lru_cache
+def _orders(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.sampled_from(list(permutations(range(count))))
+
+
+@lru_cache
 def _windows(tokens_per_block: int, tokens_per_chunk: int) -> st.SearchStrategy[int]:
     """None, whole blocks below a chunk, or anything from a chunk on."""
     blocks = tokens_per_chunk // tokens_per_block
@@ -142,6 +166,7 @@ def registrations(
     draw: st.DrawFn,
     formats: st.SearchStrategy[EngineKVFormat] | EngineKVFormat | None = None,
     *,
+    dtype: st.SearchStrategy[DType] | None = None,
     max_side: int = 5,
     max_chunks: int = 3,
     hybrid: bool = True,
@@ -151,12 +176,14 @@ def registrations(
     Args:
         formats: The format of all layers, or a strategy of it; else any of :data:`REGISTRABLE_FORMATS`, and
             unless ``hybrid`` is false also layers of several formats and shapes in one cache.
+        dtype: dtypes of the arrays; else any of :func:`dtypes`.
+        max_side: Largest number of layers, slots, heads, and elements of a head.
     """
     if formats is None and hybrid and draw(st.booleans()):
-        return draw(_hybrids(max_side, max_chunks))
+        return _hybrid(draw, dtype, max_side, max_chunks)
     chosen = kv_formats(REGISTRABLE_FORMATS) if formats is None else formats
     format = chosen if isinstance(chosen, EngineKVFormat) else draw(chosen)
-    kind = draw(layer_kinds(format, max_side=max_side))
+    kind = draw_layer_kind(draw, format, dtype=dtype, max_side=max_side)
     layers = range(kind.sizes.nl)
     slots = kind.sizes.bs
     chunk = draw(chunk_sizes([slots]))
@@ -164,18 +191,18 @@ def registrations(
     if draw(st.booleans()):
         group_of = [draw(st.integers(0, 2)) for _ in layers]
         groups = [[layer for layer in layers if group_of[layer] == group] for group in dict.fromkeys(group_of)]
-        infos = draw(engine_groups(groups, [slots] * len(groups), chunk))
+        ids = draw(_orders(len(groups)))
+        infos = _draw_infos(draw, groups, [slots] * len(groups), chunk, ids)
     needed = max([chunk // (info.tokens_per_block or slots) for info in infos], default=chunk // slots)
-    kind = kind._replace(sizes=kind.sizes._replace(nb=draw(_room(format, needed, max_chunks))))
-    return Registration(draw(caches_of([kind] * len(layers))), infos, chunk, draw(st.booleans()), draw(st.booleans()))
+    kind = kind._replace(sizes=kind.sizes._replace(nb=_room(draw, format, needed, max_chunks)))
+    return Registration(draw_cache(draw, [kind] * len(layers)), infos, chunk, draw(st.booleans()), draw(st.booleans()))
 
 
-@st.composite
-def _hybrids(draw: st.DrawFn, max_side: int, max_chunks: int) -> Registration:
-    choices = draw(st.sampled_from(HYBRIDS))
-    slots = st.sampled_from([1, 2, 3, 4])
+def _hybrid(draw: st.DrawFn, dtype: st.SearchStrategy[DType] | None, max_side: int, max_chunks: int) -> Registration:
+    choices = draw(_CHOICES)
+    slots = st.just(draw(_SLOTS)) if draw(st.booleans()) else _SLOTS
     drawn = [
-        draw(layer_kinds(format, max_side=max_side, block_size=slots))
+        draw_layer_kind(draw, format, dtype=dtype, max_side=max_side, block_size=slots)
         for format in draw(st.lists(st.sampled_from(choices), min_size=1, max_size=4))
     ]
     which = draw(st.lists(st.sampled_from([*range(len(drawn)), None]), min_size=1, max_size=6).filter(_any_group))
@@ -183,43 +210,51 @@ def _hybrids(draw: st.DrawFn, max_side: int, max_chunks: int) -> Registration:
     groups = [[layer for layer, index in enumerate(which) if index == group] for group in used]
     kinds = [drawn[index] for index in used]
     chunk = draw(chunk_sizes([kind.sizes.bs for kind in kinds]))
-    ids = draw(_engine_group_ids(kinds))
-    infos = draw(engine_groups(groups, [kind.sizes.bs for kind in kinds], chunk, engine_group_ids=ids))
+    ids = _engine_group_ids(draw, kinds)
+    infos = _draw_infos(draw, groups, [kind.sizes.bs for kind in kinds], chunk, ids)
     num_blocks: dict[int, int] = {}
     for info, kind in zip(infos, kinds, strict=True):
         if info.engine_group_id not in num_blocks:
             tokens = info.tokens_per_block or kind.sizes.bs
-            num_blocks[info.engine_group_id] = draw(_room(kind.format, chunk // tokens, max_chunks))
+            num_blocks[info.engine_group_id] = _room(draw, kind.format, chunk // tokens, max_chunks)
     kinds = [
         # The number of layers, which says nothing here, tells kinds apart that are otherwise alike.
         kind._replace(sizes=kind.sizes._replace(nl=group, nb=num_blocks[info.engine_group_id]))
         for group, (kind, info) in enumerate(zip(kinds, infos, strict=True))
     ]
-    outside = array_specs(max_side=3, max_offset=0)
     layers: list[LayerKind | ArraySpec] = [
-        draw(outside) if index is None else kinds[used.index(index)] for index in which
+        draw(_OUTSIDE) if index is None else kinds[used.index(index)] for index in which
     ]
-    return Registration(draw(caches_of(layers)), infos, chunk, draw(st.booleans()), draw(st.booleans()))
+    return Registration(draw_cache(draw, layers), infos, chunk, draw(st.booleans()), draw(st.booleans()))
 
 
 def _any_group(which: Sequence[int | None]) -> bool:
     return any(index is not None for index in which)
 
 
-@st.composite
 def _engine_group_ids(draw: st.DrawFn, kinds: Sequence[LayerKind]) -> list[int]:
-    """One id for each kind, or one for several that no kernel group could hold together."""
-    ids = list(draw(st.permutations(range(len(kinds)))))
+    """One id for each kind, or one for several with blocks of one size that no kernel group could hold together."""
+    ids = list(draw(_orders(len(kinds))))
+    together = [kinds[0]]
     for index, kind in enumerate(kinds[1:], 1):
-        before = kinds[:index]
-        apart = all(kind.format is not other.format for other in before)
-        like_first = kind.sizes.bs == kinds[0].sizes.bs and "TWO" not in (kind.format.axes[1], kinds[0].format.axes[1])
-        if apart and like_first and draw(st.booleans()):
+        alike = any(_is_alike(kind, other) for other in together)
+        shares_blocks = kind.sizes.bs == kinds[0].sizes.bs and "TWO" not in (
+            kind.format.axes[1],
+            kinds[0].format.axes[1],
+        )
+        if shares_blocks and not alike and draw(st.booleans()):
             ids[index] = ids[0]
+            together.append(kind)
     return [sorted(set(ids)).index(group_id) for group_id in ids]
 
 
-@st.composite
+def _is_alike(kind: LayerKind, other: LayerKind) -> bool:
+    """Whether layers of the two may be one kernel group. Rows of several planes are alike where they are as long."""
+    heads = "NH" not in kind.format.axes or kind.sizes.nh == other.sizes.nh
+    planes = (kind.format.is_kv_second_tuple and kind.format.is_mla) or kind.planes == other.planes
+    return kind.format is other.format and heads and planes
+
+
 def _room(draw: st.DrawFn, format: EngineKVFormat, blocks_per_chunk: int, max_chunks: int) -> int:
     """Blocks for one chunk at least; not 2 where that would be taken for a K/V axis."""
     number = draw(st.integers(blocks_per_chunk, max_chunks * blocks_per_chunk + 1))

@@ -43,7 +43,7 @@ def structure(tree: Any) -> Any:
     return [structure(item) for item in tree] if isinstance(tree, list) else tuple(tree.shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(cache=kv_caches(DETECTABLE))
 def test_what_an_engine_exposes_is_named_and_put_in_order(cache: PagedCache) -> None:
     format, normalised = detected(cache, cache.kv_caches)
@@ -144,7 +144,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
 HINTS: st.SearchStrategy[Any] = st.none() | st.one_of(*(layout_hints(format) for format in DETECTABLE_FORMATS))
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(caches=TREES, engine=st.sampled_from(EngineType), hints=HINTS)
 def test_any_structure_has_a_format_that_fits_or_is_refused(caches: Any, engine: EngineType, hints: Any) -> None:
     try:
