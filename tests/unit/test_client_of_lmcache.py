@@ -1,0 +1,167 @@
+"""What kvshm's client sends to a real LMCache server, which here is a socket that answers as one does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from kvshm import wire
+from kvshm.client.cache_client import CacheClient
+from tests.support.cache_server import CHUNK, NHD, layers
+
+NAMES = {6: "store", 7: "retrieve", 8: "lookup", 10: "wait", 12: "free_lookup_locks", 13: "end_session"}
+TOKENS = list(range(100, 100 + 3 * CHUNK))
+BLOCKS = [5, 3, 11, 2, 7, 13]
+
+
+class Standing:
+    """A server that stands for LMCache: it answers, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.found = 0  # chunks that the next lookups find
+        self.asked: list[tuple[str, list[Any]]] = []
+        self.url = ""
+
+    def answer(self, operation: int | str, payload: list[Any]) -> list[Any] | None:
+        """The frames after uid and operation; None: no reply at all, as for what it does not know."""
+        if isinstance(operation, str):
+            return None
+        if operation in NAMES:
+            self.asked.append((NAMES[operation], payload))
+        replies: dict[int, list[Any]] = {
+            6: [[b"e", True]],
+            7: [[b"e", True]],
+            10: [self.found],
+            21: [CHUNK],
+            22: [True],
+        }
+        return replies.get(operation, [])
+
+    def take_asked(self) -> list[tuple[str, list[Any]]]:
+        """What was asked since the last time."""
+        asked, self.asked = self.asked, []
+        return asked
+
+
+@pytest.fixture
+def server() -> Iterator[Standing]:
+    """One that listens."""
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.RCVTIMEO, 20)
+    standing = Standing()
+    standing.url = f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}"
+    stopping = threading.Event()
+
+    def run() -> None:
+        while not stopping.is_set():
+            try:
+                address, uid, operation, *payload = sock.recv_multipart()
+            except zmq.Again:
+                continue
+            frames = standing.answer(wire.unpack(operation), [wire.unpack(frame) for frame in payload])
+            if frames is not None:
+                sock.send_multipart([address, uid, operation, *map(wire.pack, frames)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield standing
+    stopping.set()
+    thread.join()
+    sock.close()
+    context.term()
+
+
+@contextmanager
+def engine_of(server: Standing, **settings: Any) -> Iterator[Any]:
+    """An engine that is registered with it."""
+    with CacheClient(server.url, heartbeat_s=1000.0, raises=True) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD, **settings)
+        server.take_asked()
+        yield engine
+
+
+def names(asked: list[tuple[str, list[Any]]]) -> list[str]:
+    """The operations alone."""
+    return [name for name, _ in asked]
+
+
+def test_requests_are_ended(server: Standing) -> None:
+    # It remembers for ten minutes those that are not.
+    with engine_of(server) as engine:
+        assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+        asked = server.take_asked()
+        assert names(asked) == ["store", "end_session"]
+        assert asked[1][1] == [asked[0][1][0]["request_id"]]
+
+        assert engine.lookup(TOKENS) == 0
+        assert names(server.take_asked()) == ["lookup", "wait", "end_session"]
+
+        server.found = 3
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
+        asked = server.take_asked()
+        assert names(asked) == ["lookup", "wait", "retrieve", "end_session"]
+        assert {asked[0][1][0]["request_id"], asked[2][1][0]["request_id"]} == {asked[3][1][0]}
+
+
+def test_found_chunks_that_are_not_retrieved_are_unlocked(server: Standing) -> None:
+    # Ending the request unlocks nothing.
+    server.found = 3
+    with engine_of(server) as engine:
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        assert engine.retrieve(TOKENS[:CHUNK], BLOCKS) == CHUNK
+        asked = server.take_asked()
+        assert names(asked) == ["lookup", "wait", "retrieve", "free_lookup_locks", "end_session"]
+        unread = asked[3][1][0]
+        assert (unread["start"], unread["end"], unread["token_ids"]) == (CHUNK, 3 * CHUNK, TOKENS)
+        assert unread["request_id"] == asked[0][1][0]["request_id"]
+
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        server.take_asked()
+        engine.unregister()
+        asked = server.take_asked()
+        assert names(asked) == ["free_lookup_locks", "end_session"]
+        assert (asked[0][1][0]["start"], asked[0][1][0]["end"]) == (0, 3 * CHUNK)
+
+
+def test_the_locks_of_other_workers_are_given_back(server: Standing) -> None:
+    # A lookup locks the chunks of all workers, and each of them looks up by itself.
+    server.found = 3
+    with engine_of(server, world_size=3, worker_id=1) as engine:
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        asked = server.take_asked()
+        assert names(asked) == ["lookup", "wait", "free_lookup_locks", "free_lookup_locks"]
+        assert [payload[0]["worker_id"] for name, payload in asked if name != "wait"] == [None, 0, 2]
+
+
+@pytest.mark.parametrize("wrong", [-1, 31])
+def test_ids_of_no_block_are_not_sent(server: Standing, wrong: int) -> None:
+    # It would count -1 from the end, and keep the chunks of 31 locked for ten minutes.
+    server.found = 3
+    with engine_of(server) as engine:
+        assert engine.lookup(TOKENS) == 3 * CHUNK
+        server.take_asked()
+        for move in (engine.store, engine.retrieve):
+            with pytest.raises(ValueError, match=r"block ids of kernel group 0 reach from .* but there are 31 blocks"):
+                move(TOKENS, [*BLOCKS[:-1], wrong])
+        assert server.take_asked() == []
+        assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK, "the lookup was not used up"
+
+
+def test_logged_errors_keep_no_caches(caplog: pytest.LogCaptureFixture) -> None:
+    # Handlers keep records; an error's traceback holds the frames of the engine.
+    caplog.set_level(logging.INFO, "kvshm")
+    with CacheClient("tcp://127.0.0.1:1", connect_timeout_s=0.05) as client:
+        client._link.is_up = True
+        client._link.mark_down(ConnectionError("nobody is there"))
+    (record,) = caplog.records
+    assert record.getMessage() == "kvshm: going on without the cache server: nobody is there"
+    assert record.args == ("nobody is there",)
