@@ -2,6 +2,7 @@
 #
 #   make demo    two engines share a prompt's KV cache        make lint   ruff and mypy
 #   make test    all tests                                    make bench  copies, mappings, the server
+#   make interop tests against a real LMCache, which is installed in .venv-interop
 #   make clean   remove what these made
 
 PYTHON ?= python3
@@ -10,9 +11,15 @@ BIN := $(VENV)/bin
 NEEDS := setup.cfg pyproject.toml
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint bench clean
+# To use another environment with LMCache 0.5.6 than our own, give its Python; see docs/interop.md.
+INTEROP := .venv-interop
+KVSHM_INTEROP_PYTHON ?= $(INTEROP)/bin/python
+INTEROP_TORCH ?= torch==2.13.0+cpu
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-demo: $(VENV)/.demo
+.PHONY: demo test lint bench interop clean
+
+demo: $(VENV)/.server
 	$(BIN)/kvshm demo $(ARGS)
 
 test: $(VENV)/.test
@@ -26,16 +33,19 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.test
 	$(BIN)/kvshm bench $(ARGS)
 
+interop: $(VENV)/.test $(if $(filter $(INTEROP)/%,$(KVSHM_INTEROP_PYTHON)),$(INTEROP)/.lmcache)
+	KVSHM_INTEROP_PYTHON=$(KVSHM_INTEROP_PYTHON) $(BIN)/python -m pytest -rs --timeout 300 tests/interop $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(INTEROP) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # pip is the last that venv brings: without it the environment is half made.
 $(BIN)/pip:
 	$(PYTHON) -m venv --clear $(VENV)
 
 # Each stamp stands for one set of packages in the one environment; -e: the environment follows the sources.
-$(VENV)/.demo: $(NEEDS) | $(BIN)/pip
-	$(BIN)/pip install -q -e .
+$(VENV)/.server: $(NEEDS) | $(BIN)/pip
+	$(BIN)/pip install -q -e '.[server]'
 	touch $@
 
 $(VENV)/.test: $(NEEDS) | $(BIN)/pip
@@ -44,4 +54,16 @@ $(VENV)/.test: $(NEEDS) | $(BIN)/pip
 
 $(VENV)/.dev: $(NEEDS) | $(BIN)/pip
 	$(BIN)/pip install -q -e '.[dev]'
+	touch $@
+
+$(INTEROP)/bin/pip:
+	$(PYTHON) -m venv --clear $(INTEROP)
+
+# Torch for CPUs, from where pip looks anyway if it is there. LMCache without its dependencies, which are CUDA's; the
+# list has what it imports on a host without an accelerator.
+$(INTEROP)/.lmcache: tests/interop/requirements.txt | $(INTEROP)/bin/pip
+	$(INTEROP)/bin/pip install -q $(INTEROP_TORCH) || \
+	$(INTEROP)/bin/pip install -q $(INTEROP_TORCH) --extra-index-url $(TORCH_CPU_INDEX)
+	$(INTEROP)/bin/pip install -q --no-deps lmcache==0.5.6
+	$(INTEROP)/bin/pip install -q -r tests/interop/requirements.txt
 	touch $@
