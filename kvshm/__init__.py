@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvshm import formats, layout, posix_shm, transfer, wire
 from kvshm._version import __version__
-from kvshm.capacity import ShmFullError
 from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.registry import register_wrapper, resolve_wrapper_factory
 from kvshm.shm import Segment, SegmentInfo, list_segments, sweep
+from kvshm.shm.capacity import ShmFullError
 from kvshm.spec import ArraySpec
 from kvshm.stream import HostEvent, HostStream
 from kvshm.wrapper import (

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from kvshm import mappings, pages
-from kvshm.objects import Key
+from kvshm.shm import mappings, pages
+from kvshm.shm.objects import Key
 
 __all__ = ["Home", "home_of", "move_to_segment"]
 

@@ -12,8 +12,8 @@ import os
 
 import posix_ipc
 
-from kvshm import pages
-from kvshm.objects import create_object, open_object, posix_name
+from kvshm.shm import pages
+from kvshm.shm.objects import create_object, open_object, posix_name
 
 __all__ = ["shm_create_readwrite", "shm_map_readwrite", "shm_munmap", "shm_unlink"]
 

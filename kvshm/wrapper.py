@@ -15,14 +15,15 @@ from typing import Any, ClassVar
 import msgpack
 import numpy as np
 
-from kvshm import mappings, shm
 from kvshm.contiguity import attempt_permute_to_contiguous_view
 from kvshm.dtypes import DType, DTypeLike, as_dtype, dtype_name
 from kvshm.migrate import address_of, home_of, move_to_segment
-from kvshm.objects import SHM_NAME_PREFIX, is_posix_name
-from kvshm.pages import round_to_pages
 from kvshm.registry import register_wrapper
-from kvshm.shm import Shape, as_shape
+from kvshm.shm import mappings
+from kvshm.shm import segments as shm
+from kvshm.shm.objects import SHM_NAME_PREFIX, is_posix_name
+from kvshm.shm.pages import round_to_pages
+from kvshm.shm.segments import Shape, as_shape
 from kvshm.spec import ArraySpec, dense_strides
 
 __all__ = [

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support, however the tests are started
 
 import kvshm
-from kvshm import mappings
+from kvshm.shm import mappings
 from tests.support.memory import exists
 
 hypothesis.settings.register_profile("kvshm", deadline=None)  # shared machines pause at any time

@@ -20,8 +20,8 @@ import numpy as np
 
 import kvshm
 from kvshm import wire
-from kvshm.capacity import rooms_of
-from kvshm.objects import SHM_DIR, object_path
+from kvshm.shm.capacity import rooms_of
+from kvshm.shm.objects import SHM_DIR, object_path
 from kvshm.units import format_nbytes
 
 __all__ = ["NEEDS", "Finding", "add_arguments", "examine", "run"]

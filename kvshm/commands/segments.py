@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import kvshm
-from kvshm.objects import object_path
+from kvshm.shm.objects import object_path
 from kvshm.units import format_nbytes
 
 __all__ = ["add_ls_arguments", "add_sweep_arguments", "run_ls", "run_sweep"]

@@ -1,8 +1,8 @@
 """The cache server: a socket, a loop, and threads that copy.
 
 One thread, the loop, reads requests, keeps the books (:mod:`kvshm.server.service`) and writes replies; it never copies
-a chunk and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid gets a
-reply, also when it fails: then its failure value and one more frame that says why.
+a chunk and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid
+gets a reply, also when it fails: then its failure value and one more frame that says why.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
-from kvshm.objects import list_segments
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
 from kvshm.server.jobs import Done
 from kvshm.server.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
+from kvshm.shm.objects import list_segments
 from kvshm.store.chunk_store import ChunkStore, Entry
 from kvshm.store.pins import Found, LookupPins
 from kvshm.store.pool_memory import PoolMemory

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvshm import pages
-from kvshm.capacity import ShmFullError, rooms_of
-from kvshm.objects import SHM_DIR, open_object
-from kvshm.shm import Segment
+from kvshm.shm import Segment, pages
+from kvshm.shm.capacity import ShmFullError, rooms_of
+from kvshm.shm.objects import SHM_DIR, open_object
 
 __all__ = ["PoolMemory"]
 

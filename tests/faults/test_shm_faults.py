@@ -14,8 +14,8 @@ import posix_ipc
 import pytest
 
 import kvshm
-from kvshm import mappings, objects, pages
 from kvshm.posix_shm import shm_create_readwrite, shm_map_readwrite
+from kvshm.shm import mappings, objects, pages
 from tests.support.memory import created, exists, num_descriptors, num_mappings, sweep_until_gone
 from tests.support.processes import Peer, PeerError, run_python
 
@@ -122,7 +122,7 @@ def test_a_failed_attachment_leaves_the_segment_as_it_was(
 
 KILL = """
 import os, fcntl, signal, sys, kvshm
-from kvshm import pages
+from kvshm.shm import pages
 kvshm.sweep()
 module, name, nth, segment_name = {module}, {name!r}, {nth}, {segment_name!r}
 function, num_calls = getattr(module, name), 0
@@ -135,7 +135,7 @@ def call(*arguments, **keywords):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
-kvshm.mappings._table.swept = True
+kvshm.shm.mappings._table.swept = True
 setattr(module, name, call)
 kvshm.Segment.create(1_000_003, segment_name)
 """

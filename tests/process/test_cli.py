@@ -142,7 +142,7 @@ def test_doctor_fails_where_something_does_not_work(tmp_path: Path) -> None:
     """An old package, a directory that is no tmpfs and a file system without locks, each with what to do."""
     code = """
 import fcntl, importlib.metadata, sys
-from kvshm import mappings
+from kvshm.shm import mappings
 from kvshm.commands import doctor
 mappings.sweep = list  # without locks it would remove the segments of everybody on this machine
 importlib.metadata.version = lambda name: "0.0.3"

@@ -176,7 +176,7 @@ def test_locks_and_not_process_ids_say_who_lives(unshare: tuple[str, ...]) -> No
 
 FORK = """
 import os, sys, gc, kvshm, mmap, numpy as np
-from kvshm import mappings
+from kvshm.shm import mappings
 segment = kvshm.Segment.create(100)
 array = segment.array((100,), "uint8")
 moved = np.frombuffer(mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvshm
 from kvshm import ShmArrayWrapper, WireError, wire
 from kvshm.dtypes import DTYPES
-from kvshm.objects import is_posix_name, posix_name
+from kvshm.shm.objects import is_posix_name, posix_name
 from kvshm.spec import ArraySpec
 from tests.support.memory import num_descriptors
 

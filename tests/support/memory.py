@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvshm
-from kvshm import mappings
+from kvshm.shm import mappings
 
 PAGE = mmap.PAGESIZE
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import capacity
-from kvshm.capacity import Room, ShmFullError, reserve, rooms_of
+from kvshm.shm import capacity
+from kvshm.shm.capacity import Room, ShmFullError, reserve, rooms_of
 
 GIB = 1 << 30
 GROUP = "/pods/pod7"

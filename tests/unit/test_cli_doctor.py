@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.capacity import Room
 from kvshm.commands import doctor
 from kvshm.commands.doctor import NEEDS, Finding, examine
+from kvshm.shm.capacity import Room
 
 MIB, GIB = 1 << 20, 1 << 30
 

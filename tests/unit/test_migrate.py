@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm import migrate, migrate_to_shm_and_wrap, pages
+from kvshm import migrate, migrate_to_shm_and_wrap
 from kvshm.dtypes import DTYPES
+from kvshm.shm import pages
 from tests.support.memory import PAGE, created, exists, fill, num_descriptors, num_mappings, private_pages
 
 

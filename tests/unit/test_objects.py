@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm import objects
-from kvshm.objects import create_object, is_posix_name, list_segments, open_object, posix_name, sweep
+from kvshm.shm import objects
+from kvshm.shm.objects import create_object, is_posix_name, list_segments, open_object, posix_name, sweep
 from tests.support.memory import exists
 
 

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from kvshm import pages
-from kvshm.pages import PAGE_SIZE
+from kvshm.shm import pages
+from kvshm.shm.pages import PAGE_SIZE
 
 
 def read(address: int, nbytes: int = 1) -> bytes:

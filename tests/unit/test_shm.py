@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm import Segment, pages, shm
+from kvshm import Segment
 from kvshm.dtypes import DTYPES
+from kvshm.shm import pages
+from kvshm.shm import segments as shm
 from tests.support.memory import PAGE, exists, fill, num_descriptors, num_mappings
 
 

@@ -1,7 +1,7 @@
 """Handles on segments of shared memory: create, attach, make arrays, unlink.
 
-:mod:`kvshm.mappings` keeps what this process has mapped, :mod:`kvshm.objects` the names. Knows nothing of what arrays
-mean.
+:mod:`kvshm.shm.mappings` keeps what this process has mapped, :mod:`kvshm.shm.objects` the names. Knows nothing of
+what arrays mean.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from kvshm import pages
 from kvshm.dtypes import DTypeLike, as_dtype
-from kvshm.mappings import (
+from kvshm.shm import pages
+from kvshm.shm.mappings import (
     HUGE_PAGE_SIZE,
     READY_TIMEOUT_S,
     Mapping,
@@ -25,7 +25,7 @@ from kvshm.mappings import (
     current_process,
     unlink_owned,
 )
-from kvshm.objects import SHM_NAME_PREFIX, SegmentInfo, list_segments, posix_name, sweep
+from kvshm.shm.objects import SHM_NAME_PREFIX, SegmentInfo, list_segments, posix_name, sweep
 from kvshm.spec import ArraySpec, dense_strides
 
 __all__ = ["SHM_NAME_PREFIX", "HugePages", "Segment", "SegmentInfo", "Shape", "as_shape", "list_segments", "sweep"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvshm.pages import round_to_pages
+from kvshm.shm.pages import round_to_pages
 
 __all__ = ["Room", "ShmFullError", "reserve", "rooms_of"]
 

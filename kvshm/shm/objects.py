@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import posix_ipc
 
-from kvshm.capacity import reserve as reserve_pages
+from kvshm.shm.capacity import reserve as reserve_pages
 
 __all__ = [
     "SHM_DIR",

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from kvshm import pages
-from kvshm.capacity import ShmFullError
-from kvshm.objects import SHM_DIR, Key, create_object, key_of, object_path, open_object, sweep, unlink_object
+from kvshm.shm import pages
+from kvshm.shm.capacity import ShmFullError
+from kvshm.shm.objects import SHM_DIR, Key, create_object, key_of, object_path, open_object, sweep, unlink_object
 
 __all__ = [
     "HUGE_PAGE_SIZE",
@@ -154,7 +154,8 @@ def _unlink_all_owned() -> None:
 def create_owned(
     nbytes: int, name: str | None = None, mode: int = 0o600, *, reserve: bool = True
 ) -> tuple[int, str, Key]:
-    """:func:`kvshm.objects.create_object`, after a sweep if it is the first or finds no room; the name goes at exit."""
+    """:func:`kvshm.shm.objects.create_object`, after a sweep if it is the first or finds no room. The name goes at
+    exit."""
     with _table.lock:
         is_first, _table.swept = not _table.swept, True
     if is_first:
@@ -192,7 +193,7 @@ def create_mapping(nbytes: int, name: str | None, mode: int, *, reserve: bool) -
     """Create a segment and map it; its name goes with this mapping and everything made from it.
 
     Raises:
-        As :func:`kvshm.objects.create_object`. Nothing is left of the attempt.
+        As :func:`kvshm.shm.objects.create_object`. Nothing is left of the attempt.
     """
     fd, full_name, key = create_owned(nbytes, name, mode, reserve=reserve)
     try:
