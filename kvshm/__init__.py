@@ -1,11 +1,12 @@
 """Paged KV caches of LLM engines, shared between processes over POSIX shared memory, without PyTorch.
 
-The cache server and its client need the extra ``kvshm[server]`` and are loaded when first asked for.
+The cache server and its client need the extra ``kvshm[server]``; they and the transfers, with their threads, are loaded
+when first asked for.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from kvshm import formats, layout, posix_shm, transfer, wire
+from kvshm import formats, layout, posix_shm, wire
 from kvshm._version import __version__
 from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat, EngineType
@@ -27,6 +28,7 @@ from kvshm.wrapper import (
 )
 
 if TYPE_CHECKING:
+    from kvshm import transfer as transfer
     from kvshm.client.cache_client import CacheClient as CacheClient
     from kvshm.server.cache_server import CacheServer as CacheServer
 
@@ -61,26 +63,28 @@ __all__ = [
     "zeros",
 ]
 
-_NEED_ZMQ = {
+# Where to find what is loaded on demand: a module, or a name in one.
+_ON_DEMAND = {
     "CacheClient": "kvshm.client.cache_client",
     "CacheServer": "kvshm.server.cache_server",
+    "transfer": "kvshm.transfer",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need pyzmq."""
-    if name not in _NEED_ZMQ:
+    """The names that are loaded on demand."""
+    if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415  as late as what it imports
 
     try:
-        module = import_module(_NEED_ZMQ[name])
+        module = import_module(_ON_DEMAND[name])
     except ModuleNotFoundError as error:
         if error.name != "zmq":
             raise
         raise ImportError(f"kvshm.{name} needs pyzmq: pip install 'kvshm[server]'") from None
-    return getattr(module, name)
+    return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_NEED_ZMQ]
+    return sorted({*globals(), *_ON_DEMAND})
