@@ -31,6 +31,13 @@ CALL_TIMEOUT_S = 60.0
 SHM = Path("/dev/shm")
 POOL_NBYTES_GB = 0.25
 
+# What the tests start ends with them, also where they are ended by a signal and clean up nothing.
+_PR_SET_PDEATHSIG = 1
+_DIE_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LMCACHE_ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
@@ -93,7 +100,7 @@ def running(
     """A process in a group of its own, ended when the context is left. ``pipes``: standard input and output are."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _DIE_WITH_PARENT, *command],
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
             stdout=subprocess.PIPE if pipes else out,
             stderr=out,
@@ -149,8 +156,9 @@ class LMCache:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of its processes: kvshm is not in their path."""
-        return {**os.environ, **_LMCACHE_ENVIRONMENT}
+        """The environment of its processes: without kvshm in their path, or settings of LMCache from elsewhere."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE_", "PYTHON"))}
+        return kept | _LMCACHE_ENVIRONMENT
 
     def log(self, name: str) -> Path:
         """A new log."""
@@ -220,12 +228,14 @@ class LMCache:
         log = self.log("peer")
         script = str(Path(__file__).with_name("lmcache_peer.py"))
         with running([self.python, script], log, self.env, pipes=True) as process:
-            peer = LMCachePeer(process, log)
-            yield peer
-            assert process.stdin is not None
-            process.stdin.close()
-            assert process.wait(END_TIMEOUT_S) == 0, log_tail(log)
-        remove_segments(f"lmcache_kv_{process.pid}_*")
+            try:
+                yield LMCachePeer(process, log)
+                assert process.stdin is not None
+                process.stdin.close()
+                assert process.wait(END_TIMEOUT_S) == 0, log_tail(log)
+            finally:
+                end(process)
+                remove_segments(f"lmcache_kv_{process.pid}_*")
 
 
 @dataclass(frozen=True, slots=True)
