@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvshm
+from kvshm import copying
 from kvshm.copying import Piece, Plane, Stack, choose_way, gather, plane_of, scatter, stacks_of
 from kvshm.dtypes import DTYPES
 
@@ -202,12 +203,33 @@ def test_planes_apart_or_out_of_order_are_stacks_of_their_own() -> None:
     assert len(stacks_of(in_chunk_apart, len(IDS))) == 2
 
 
+class Owner:
+    """Something that shows parts of its memory as arrays."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(2 * NB * BLOCK, dtype=np.uint8)
+
+    def part(self, start: int) -> np.ndarray[Any, Any]:
+        address = self.memory.__array_interface__["data"][0] + start
+        self.__array_interface__ = {"data": (address, False), "shape": (NB * BLOCK,), "typestr": "|u1", "version": 3}
+        return np.asarray(self).view(np.float16).reshape(NB, BS, NH, HS)
+
+
+def test_a_stack_does_not_reach_beyond_the_array_that_it_is_in() -> None:
+    owner = Owner()
+    first, second = owner.part(0), owner.part(NB * BLOCK)
+    planes = planes_of([first, second])
+    assert planes[0].owner is planes[1].owner is owner
+    assert len(stacks_of(planes, len(IDS))) == 2
+
+
 def test_a_stack_may_be_moved_in_part_and_piecewise() -> None:
     pool = np.random.default_rng(3).integers(0, 256, (4, NB, BS, NH, HEAD), dtype=np.uint8)
     (stack,) = stacks_of(planes_of(list(pool)), len(IDS))
     chunk = np.zeros(4 * len(IDS) * BLOCK, dtype=np.uint8)
     piece = Piece(chunk, IDS[1:3], 1)
     gather(stack, range(1, 3), [piece], [choose_way(stack.order, piece.block_ids)])
+    assert all(out.flags.c_contiguous for _, out in copying._calls(stack, range(1, 3), piece, IDS[1:3]))
     expected = np.zeros((4, len(IDS), BS, NH, HEAD), dtype=np.uint8)
     expected[1:3, 1:3] = pool[1:3][:, IDS[1:3]]
     assert chunk.tobytes() == expected.tobytes()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm import copying, threads
+from kvshm import copying, threads, transfer
 from kvshm.context import CPUCacheContext
 from kvshm.layout import EngineGroupInfo
 from kvshm.transfer import gather_chunks, object_group_nbytes, scatter_chunks
@@ -202,6 +202,26 @@ def test_the_last_of_several_writes_to_the_null_block_stays(cache: list[np.ndarr
         scatter_chunks(context, [[0, 1, 0, 2, 0, 0]], chunks, 0, 0, 0, num_threads=num_threads)
         for layer in cache:
             assert set(layer[:, 0].view(np.uint8).ravel().tolist()) == {3}
+
+
+def test_what_has_to_stay_in_order_is_one_job(context: CPUCacheContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BATCH_ROWS", 1)
+    monkeypatch.setattr(transfer, "MIN_JOB_NBYTES", 1)
+    jobs: list[int] = []
+    original = transfer._jobs
+
+    def counted(*arguments: Any) -> Any:
+        for job in original(*arguments):
+            jobs.append(1)
+            yield job
+
+    monkeypatch.setattr(transfer, "_jobs", counted)
+    chunks = [bytes(CHUNK_NBYTES)] * 3
+    num_stacks = len(transfer._plan(context, 0).groups[0].stacks)
+    scatter_chunks(context, [[0, 1, 0, 2, 0, 3]], chunks, 0, 0, 0, num_threads=2)
+    assert len(jobs) == num_stacks
+    scatter_chunks(context, [IDS], chunks, 0, 0, 0, num_threads=2)
+    assert len(jobs) > 2 * num_stacks
 
 
 # What is checked: a refused call changes nothing
