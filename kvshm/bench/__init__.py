@@ -87,7 +87,7 @@ def _measure(args: argparse.Namespace) -> Run:
         "growth": lambda: transfers.measure_growth(nbytes, max(threads), repeat),
         "costs": lambda: costs.measure_costs(quick=args.quick, repeat=repeat),
         "memory": lambda: costs.measure_memory(nbytes),
-        "server": lambda: served.measure_server(nbytes, repeat),
+        "server": lambda: served.measure_server(quick=args.quick),
     }
     result = Run(machine=machine(), settings={"nbytes": nbytes, "threads": threads, "repeat": repeat})
     for name in args.only or SECTIONS:

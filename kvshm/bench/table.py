@@ -99,7 +99,7 @@ def _time(seconds: float) -> str:
 
 def _amounts(run: Run, before: Run | None) -> list[list[str]]:
     old = {amount.key: amount for amount in before.amounts} if before else {}
-    rows = [["memory", "amount"] + (["before"] if before else [])]
+    rows = [["memory, server", "amount"] + (["before"] if before else [])]
     for amount in run.amounts:
         row = [amount.name, f"{amount.value:,.3g} {amount.unit}"]
         if before:

@@ -49,7 +49,7 @@ def test_a_run_as_tables() -> None:
         "",
         "round trip",
         "",
-        "memory",
+        "memory, server",
         "page faults",
     ]
     text = " ".join(describe(a_run()).split())
@@ -115,7 +115,8 @@ def run_bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_everything_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawing = tmp_path / "run.svg"
     pytest.importorskip("matplotlib")
-    run = run_bench(capsys, "--plot", str(drawing), "--threads", "1", "2")
+    parts = ("transfers", "growth", "costs", "memory")
+    run = run_bench(capsys, "--plot", str(drawing), "--threads", "1", "2", "--only", *parts)
     assert {(row["layout"], row["direction"], row["num_threads"]) for row in run["transfers"]} == {
         (layout.name, direction, num_threads)
         for layout in LAYOUTS
@@ -128,6 +129,16 @@ def test_everything_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert any("page faults" in row["name"] for row in run["amounts"])
     assert set(MACHINE) <= set(run["machine"])
     assert drawing.read_text(encoding="utf-8").rstrip().endswith("</svg>")
+
+
+def test_the_server_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zmq")
+    from kvshm import server_bench
+
+    found = [server_bench.Measurement("round trip", 7.0, "us")]
+    monkeypatch.setattr(server_bench, "measure", lambda *a, **k: found)  # which takes half a minute
+    run = run_bench(capsys, "--only", "server")
+    assert run["amounts"] == [{"name": "server: round trip", "value": 7.0, "unit": "us"}]
 
 
 def test_parts_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
