@@ -132,7 +132,7 @@ def plane_of(paged: Array, chunk_offset: int, chunk_slot_nbytes: int) -> Plane:
     parent, owner = _memory_of(paged)
     address = _address(paged)
     if parent.flags.c_contiguous:
-        memory: Bytes = parent.reshape(-1).view(np.uint8)
+        memory: Bytes = np.asarray(parent).reshape(-1).view(np.uint8)  # of no subclass, which take() may be slow with
         memory_address = _address(parent)
     else:
         # As bytes first, and of one element: view() takes that whatever its strides, and as_strided knows no float8.

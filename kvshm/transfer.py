@@ -232,7 +232,7 @@ def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
         # Not through the buffer protocol, which bfloat16 and float8 do not have.
         if not chunk.flags.c_contiguous:
             raise ValueError(f"chunk {index}: array of shape {chunk.shape} is not contiguous; give a contiguous one")
-        flat: Bytes = chunk.reshape(-1).view(np.uint8)
+        flat: Bytes = np.asarray(chunk).reshape(-1).view(np.uint8)
     else:
         try:
             flat = np.frombuffer(chunk, dtype=np.uint8)

@@ -9,6 +9,7 @@ import resource
 import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -388,6 +389,17 @@ def test_calls_are_as_few_as_the_layout_allows(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(copying, "_calls", counted)
     gather_chunks(context, [np.random.default_rng(0).permutation(64)[:16]], [chunk])
     assert len(calls) == 1, "all layers, K and V of a chunk"
+
+
+def test_subclasses_of_arrays_are_moved_as_arrays(tmp_path: Path) -> None:
+    cache = [np.memmap(tmp_path / f"{layer}", np.float16, "w+", shape=(2, NB, BS, NH, HS)) for layer in range(2)]
+    cache[0][...] = 1
+    context = CPUCacheContext(cache, TOKENS, {"kv_layout": "NHD"})
+    chunk = np.memmap(tmp_path / "chunk", np.uint8, "w+", shape=(CHUNK_NBYTES,))
+    gather_chunks(context, [IDS[:2]], [chunk])
+    assert chunk.tobytes() == expected_chunk(cache, IDS[:2])
+    stacks = context.transfer_plans[0].groups[0].stacks
+    assert {type(stack.rows) for stack in stacks} == {type(stack.items) for stack in stacks} == {np.ndarray}
 
 
 def test_small_transfers_start_no_thread(context: CPUCacheContext, monkeypatch: pytest.MonkeyPatch) -> None:
