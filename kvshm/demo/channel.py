@@ -36,6 +36,7 @@ class Channel:
 
         Raises:
             ConnectionError: Nobody holds the other end any more.
+            TimeoutError: The socket has a timeout, and it passed.
         """
         data = wire.pack(message)
         self._socket.sendall(_LENGTH.pack(len(data)) + data)
@@ -45,6 +46,7 @@ class Channel:
 
         Raises:
             ConnectionError: Nobody holds the other end any more.
+            TimeoutError: The socket has a timeout, and nothing came for so long.
             ValueError: What came is no message.
         """
         (nbytes,) = _LENGTH.unpack(self._read(_LENGTH.size))

@@ -1,22 +1,16 @@
-"""``kvshm demo``: two engines, one cache, one prompt, the same answer."""
+"""``kvshm demo``: two engines, one cache server, one prompt, the same answer."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from contextlib import closing
 from importlib import resources
 from pathlib import Path
 from typing import TextIO
 
-import kvshm
-from kvshm.demo.cache import connect
 from kvshm.demo.channel import Message
-from kvshm.demo.model import ModelConfig
 from kvshm.demo.paged_cache import BLOCK_SIZE
-from kvshm.demo.report import describe, kernel_group, make_report, problems
-from kvshm.demo.run import DemoError, Interrupted, Plan, run_engines
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--server",
         default="",
         metavar="URL",
-        help="use this cache server (kvshm serve), not a cache process of its own",
+        help="use this cache server, kvshm's or LMCache's, instead of starting one",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -55,6 +49,11 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo: 0 if both engines wrote the same and nothing is left, else 1; 2 if it was called wrongly."""
+    # Here, since this needs pyzmq, and --help does not.
+    from kvshm.demo.model import ModelConfig  # noqa: PLC0415
+    from kvshm.demo.report import describe, kernel_group, make_report, problems  # noqa: PLC0415
+    from kvshm.demo.run import DemoError, Interrupted, Plan, run_engines, segments_left  # noqa: PLC0415
+
     try:
         name, prompt = _read_prompt(args.prompt)
         if args.chunk_size % BLOCK_SIZE:
@@ -81,15 +80,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"kvshm demo: {interrupted}; nothing is left", file=sys.stderr)
         return 128 + interrupted.signum
     bar.clear()
-    used = {segment for outcome in outcomes for segment in outcome.segments}
-    left = sorted(used & {segment.name for segment in kvshm.list_segments()})
     report = make_report(
         outcomes,
         prompt_name=name,
         num_prompt=len(prompt),
         chunk_size=chunk_size,
         group=kernel_group(ModelConfig(), plan.num_blocks, chunk_size),
-        left=left,
+        left=segments_left(plan),
     )
     print(json.dumps(report, indent=2) if args.json else describe(report))
     failures = problems(report)
@@ -121,7 +118,9 @@ def _server_chunk_size(url: str) -> int:
         OSError, RuntimeError: The server is not there, or does not tell.
         ValueError: The url is none, or blocks do not fit into the chunks.
     """
-    with closing(connect(url)) as client:
+    from kvshm.demo.engine import connect  # noqa: PLC0415
+
+    with connect(url) as client:
         chunk_size = client.get_chunk_size()
     if chunk_size % BLOCK_SIZE:
         raise ValueError(f"{url} has chunks of {chunk_size} tokens, no multiple of the {BLOCK_SIZE} tokens of a block")

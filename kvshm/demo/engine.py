@@ -1,33 +1,37 @@
 """The engine process of the demo: it computes a prompt and writes on, with its K and V in shared pages.
 
-Every engine does the same: it has its pages mapped by the cache, asks for the longest beginning of the prompt that is
-kept there, has it written into its own blocks, computes the rest, and stores what was not kept. The first finds
+Every engine does the same: it registers its pages with the cache server, asks for the longest beginning of the prompt
+that is cached, has it written into its own blocks, computes the rest, and stores what was not cached. The first finds
 nothing; the second finds what the first has left.
 
-Run as ``python -m kvshm.demo.engine FD [CACHE_FD]`` it receives one :class:`Job` from the process at ``FD``, tells it
-of each step, and ends with the :class:`Outcome`.
+Run as ``python -m kvshm.demo.engine``, with a socket for stdin, it receives one :class:`Job` from the process at the
+other end, tells it of each step, and ends with the :class:`Outcome`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
 import kvshm
-from kvshm.demo.cache import CacheClientLike, PipeClient, connect
+from kvshm.client.cache_client import CacheClient
 from kvshm.demo.channel import Channel, Message
 from kvshm.demo.model import Model, ModelConfig
 from kvshm.demo.paged_cache import BLOCK_SIZE, LAYOUT_HINTS, PagedCache, draw_block_ids, layer_shape
 
-__all__ = ["Job", "Outcome", "main", "run_job"]
+__all__ = ["Job", "Outcome", "connect", "main", "run_job"]
+
+_NUM_REPEATS = 7  # of what is measured more than once; odd
+_TIMEOUT_S = 30.0  # of a request to the server; the longest takes a fraction of a second
 
 # Of the 256 tokens only these are chosen, so that what the model writes can be printed.
 _LETTERS = np.frombuffer(b" ,.abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
@@ -44,12 +48,12 @@ class Job:
     token_nbytes: int  # of K and V in all layers
     segment_name: str  # of the segment that shall hold the pages
     model_name: str
-    server: str  # URL of a cache server; empty: the cache process at the other channel
+    server: str  # URL
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an engine has done. Times in seconds, as this process saw them, the cache's answer included."""
+    """What an engine has done. Times in seconds, as this process saw them, each until the server's answer."""
 
     output: bytes
     logits_digest: str  # of the logits of every generated token
@@ -57,17 +61,17 @@ class Outcome:
     num_descriptors: int
     shared_nbytes: int
     block_ids: list[int]  # of the prompt, in its order
-    num_retrieved: int  # tokens that the cache had and wrote
+    num_retrieved: int  # tokens that the server had and wrote
     num_prefilled: int
-    num_stored: int  # tokens kept by the cache once this engine had stored; 0: there was nothing to store
+    num_stored: int  # tokens that were cached once this engine had stored; 0: there was nothing to store
     map_s: float
     lookup_s: float
     retrieve_s: float
+    retrieve_again_s: float  # the same again, its pages no longer new to the server; 0.0: there was nothing to retrieve
     prefill_s: float
     store_s: float
     generate_s: float
     copied_nbytes: int  # by the retrieve or the store
-    copy_s: float  # of it, in the cache process; 0.0: a server does not tell
     memcpy_s: float  # of as many bytes between two arrays of this process
 
 
@@ -82,8 +86,17 @@ class _Clock:
         return self._last - last
 
 
-def run_job(job: Job, client: CacheClientLike, tell: Callable[[Message], None]) -> Outcome:
-    """Compute one prompt with the help of a cache.
+def connect(url: str) -> CacheClient:
+    """A client of a cache server, which raises what goes wrong.
+
+    Raises:
+        ValueError: The url is none.
+    """
+    return CacheClient(url, _TIMEOUT_S, raises=True)
+
+
+def run_job(job: Job, client: CacheClient, tell: Callable[[Message], None]) -> Outcome:
+    """Compute one prompt with the help of a cache server.
 
     Args:
         tell: Called at each step, with a map that has the key ``step``.
@@ -115,7 +128,7 @@ def run_job(job: Job, client: CacheClientLike, tell: Callable[[Message], None]) 
     num_retrieved = engine.retrieve(prompt[:num_found], block_ids[: num_found // BLOCK_SIZE]) if num_found else 0
     retrieve_s = clock.lap()
     if num_retrieved != num_found:
-        raise RuntimeError(f"the cache found {num_found} tokens, but then it wrote {num_retrieved}")
+        raise RuntimeError(f"the server found {num_found} tokens, but then it wrote {num_retrieved}")
     tell({"step": "retrieved"})
 
     clock.lap()
@@ -141,6 +154,13 @@ def run_job(job: Job, client: CacheClientLike, tell: Callable[[Message], None]) 
         if len(output) < job.num_generate:
             logits = model.step(np.array(output[-1:]), position, pages)
     generate_s = clock.lap()
+
+    again = []
+    for _ in range(_NUM_REPEATS if num_found else 0):
+        engine.lookup(prompt[:-1])
+        clock.lap()
+        engine.retrieve(prompt[:num_found], block_ids[: num_found // BLOCK_SIZE])
+        again.append(clock.lap())
     engine.unregister()
 
     copied_nbytes = (num_retrieved or num_stored) * job.token_nbytes
@@ -157,11 +177,11 @@ def run_job(job: Job, client: CacheClientLike, tell: Callable[[Message], None]) 
         map_s=map_s,
         lookup_s=lookup_s,
         retrieve_s=retrieve_s,
+        retrieve_again_s=statistics.median(again) if again else 0.0,
         prefill_s=prefill_s,
         store_s=store_s,
         generate_s=generate_s,
         copied_nbytes=copied_nbytes,
-        copy_s=client.copy_s if isinstance(client, PipeClient) and copied_nbytes else 0.0,
         memcpy_s=_time_memcpy(copied_nbytes),
     )
 
@@ -171,7 +191,7 @@ def _time_memcpy(nbytes: int) -> float:
     source, target = np.full(nbytes, 1, dtype=np.uint8), np.full(nbytes, 0, dtype=np.uint8)
     clock = _Clock()
     laps = []
-    for _ in range(7):
+    for _ in range(_NUM_REPEATS):
         clock.lap()
         np.copyto(target, source)
         laps.append(clock.lap())
@@ -182,14 +202,15 @@ def _terminate(signum: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Do the one job that comes over the given descriptor."""
+def main() -> int:
+    """Do the one job that comes over stdin."""
     # The terminal's Ctrl-C is for the process that started this one: when that ends, telling it of the next step
     # fails, and this process ends with its pages. SIGTERM is for the case that no next step comes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _terminate)
-    fd, *cache_fds = (int(text) for text in (sys.argv[1:] if argv is None else argv))
-    starter = Channel.inherited(fd)
+    # What the client would warn of it raises too, and then the starter is told.
+    logging.getLogger("kvshm").addHandler(logging.NullHandler())
+    starter = Channel.inherited(sys.stdin.fileno())
 
     def tell(message: Message) -> None:
         try:
@@ -202,9 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConnectionError:
         return 1
     try:
-        client = connect(job.server) if job.server else PipeClient(Channel.inherited(cache_fds[0]))
-        outcome = run_job(job, client, tell)
-        client.close()
+        with connect(job.server) as client:
+            outcome = run_job(job, client, tell)
     except (OSError, ValueError, RuntimeError) as error:
         tell({"step": "failed", "error": f"{type(error).__name__}: {error}"})
         return 1

@@ -16,6 +16,8 @@ from kvshm.units import format_seconds
 
 __all__ = ["describe", "kernel_group", "make_report", "problems"]
 
+_MEASURED = "by the engine, request to answer, once, on pages new to the server; again and memcpy: median of 7"
+
 
 def kernel_group(config: ModelConfig, num_blocks: int, chunk_size: int) -> KernelGroupInfo:
     """The layout of an engine's cache: its one kernel group, from the shapes alone."""
@@ -77,7 +79,8 @@ def make_report(
             "copied_nbytes": 0,
         },
         "store": _copy(first.num_stored, first.store_s, first),
-        "retrieve": _copy(second.num_retrieved, second.retrieve_s, second),
+        "retrieve": _copy(second.num_retrieved, second.retrieve_s, second)
+        | {"again_s": second.retrieve_again_s or None, "again_gb_per_s": _gb_per_s(second, second.retrieve_again_s)},
         "engines": [
             {
                 "first_block_ids": outcome.block_ids[:6],
@@ -95,26 +98,25 @@ def make_report(
             for outcome in outcomes
         ],
         "prefill_saved_s": first.prefill_s - second.prefill_s - second.lookup_s - second.retrieve_s,
+        "measured": _MEASURED,
         "segments_left": list(left),
     }
 
 
 def _copy(num_tokens: int, seconds: float, outcome: Outcome) -> dict[str, Any]:
-    """One copy between pages and chunks, beside a plain copy of the same bytes.
-
-    ``s`` is the whole request as the engine saw it, ``copy_s`` what the cache process needed for the copy in it.
-    """
-    nbytes = outcome.copied_nbytes
-    copy_s = outcome.copy_s or seconds
+    """One copy between pages and chunks, beside a plain copy of the same bytes."""
     return {
         "num_tokens": num_tokens,
-        "nbytes": nbytes,
+        "nbytes": outcome.copied_nbytes,
         "s": seconds,
-        "copy_s": outcome.copy_s or None,
-        "gb_per_s": nbytes / copy_s / 1e9 if num_tokens else None,
+        "gb_per_s": _gb_per_s(outcome, seconds),
         "memcpy_s": outcome.memcpy_s,
-        "memcpy_gb_per_s": nbytes / outcome.memcpy_s / 1e9 if num_tokens else None,
+        "memcpy_gb_per_s": _gb_per_s(outcome, outcome.memcpy_s),
     }
+
+
+def _gb_per_s(outcome: Outcome, seconds: float) -> float | None:
+    return outcome.copied_nbytes / seconds / 1e9 if outcome.copied_nbytes and seconds else None
 
 
 def problems(report: dict[str, Any]) -> list[str]:
@@ -141,7 +143,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{geometry['tokens_per_block']}, {geometry['nbytes_per_chunk']:,} a chunk of {geometry['tokens_per_chunk']}"
     )
     mapped = (
-        f"{shared['nbytes']:,} bytes in {shared['num_segments']} segment, mapped from {shared['num_descriptors']} "
+        f"{shared['nbytes']:,} bytes in {shared['num_segments']} segment, registered by {shared['num_descriptors']} "
         f"descriptors in {format_seconds(shared['map_s'])}, 0 bytes copied"
     )
     rows = [
@@ -151,6 +153,7 @@ def describe(report: dict[str, Any]) -> str:
         ("shared", mapped),
         ("store", _describe_copy(report["store"])),
         ("retrieve", _describe_copy(report["retrieve"])),
+        ("measured", report["measured"]),
         ("engine 1", _describe_engine(first)),
         ("engine 2", _describe_engine(second)),
         ("saved", f"{format_seconds(saved)} of {format_seconds(whole)} prefill ({saved / whole:.0%})"),
@@ -166,10 +169,11 @@ def describe(report: dict[str, Any]) -> str:
 def _describe_copy(copy: dict[str, Any]) -> str:
     if not copy["num_tokens"]:
         return "0 tokens: the prompt has no full chunk before its last token"
-    copying = f"; copying {format_seconds(copy['copy_s'])}" if copy["copy_s"] else ""
+    again = copy.get("again_s")
+    more = f"; again {format_seconds(again)}, {copy['again_gb_per_s']:.1f} GB/s" if again else ""
     return (
-        f"{copy['num_tokens']:,} tokens, {copy['nbytes']:,} bytes in {format_seconds(copy['s'])}{copying}, "
-        f"{copy['gb_per_s']:.1f} GB/s (memcpy {copy['memcpy_gb_per_s']:.1f} GB/s)"
+        f"{copy['num_tokens']:,} tokens, {copy['nbytes']:,} bytes in {format_seconds(copy['s'])}, "
+        f"{copy['gb_per_s']:.1f} GB/s{more} (memcpy {copy['memcpy_gb_per_s']:.1f} GB/s)"
     )
 
 

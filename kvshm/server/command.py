@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -47,6 +49,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="gather twice and compare, to find engines that write meanwhile"
     )
+    parser.add_argument(
+        "--until-stdin-closes",
+        action="store_true",
+        help="end also when stdin ends: give it a pipe, and the server ends with whoever holds the other end",
+    )
     parser.add_argument("--json", action="store_true", help="print where it listens as JSON")
     parser.add_argument("--verbose", action="store_true", help="log what is refused, and why")
 
@@ -59,7 +66,7 @@ def _nbytes(text: str) -> int:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM, SIGINT or, if that is wanted, the end of stdin."""
     # Each command imports its half when it runs: a server is ready that much sooner.
     from kvshm.server.cache_server import CacheServer  # noqa: PLC0415
 
@@ -68,6 +75,9 @@ def run_serve(args: argparse.Namespace) -> int:
     )
     if args.allow_remote and args.endpoint is None:
         print("kvshm serve: --allow-remote needs --endpoint; --port is always on 127.0.0.1", file=sys.stderr)
+        return 2
+    if args.until_stdin_closes and sys.stdin is None:
+        print("kvshm serve: --until-stdin-closes needs an open stdin; give it a pipe", file=sys.stderr)
         return 2
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -103,10 +113,21 @@ def run_serve(args: argparse.Namespace) -> int:
             print(f"kvshm serve: {format_nbytes(args.capacity)} at {server.endpoint}", flush=True)
             if server.http_url is not None:
                 print(f"kvshm serve: HTTP at {server.http_url}", flush=True)
+        if args.until_stdin_closes:
+            threading.Thread(target=_await_end_of_stdin, args=(stopping,), name="kvshm-stdin", daemon=True).start()
         stopping.wait()
     finally:
         server.close()
     return 0
+
+
+def _await_end_of_stdin(stopping: threading.Event) -> None:
+    """Stop once nobody holds the other end of stdin. What comes from there is dropped."""
+    # Not sys.stdin.read: a thread that waits in there holds a lock that the interpreter takes when it ends.
+    with contextlib.suppress(OSError):  # of a socket or terminal whose other end has gone
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    stopping.set()
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:

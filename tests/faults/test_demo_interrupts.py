@@ -118,7 +118,12 @@ def test_interrupt_of_the_group_leaves_nothing(tmp_path: Path, moment: str, coun
 
 @pytest.mark.parametrize(
     ("moment", "count", "signum"),
-    [("started", 0, signal.SIGINT), ("step", 3, signal.SIGINT), ("started", 2, signal.SIGTERM)],
+    [
+        ("start", 0, signal.SIGTERM),
+        ("started", 0, signal.SIGINT),
+        ("step", 3, signal.SIGINT),
+        ("started", 2, signal.SIGTERM),
+    ],
 )
 def test_signal_to_the_parent_alone_leaves_nothing(
     tmp_path: Path, moment: str, count: int, signum: signal.Signals
@@ -129,7 +134,8 @@ def test_signal_to_the_parent_alone_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("moment", "count", "target"), [("started", 1, "parent"), ("step", 5, "group"), ("step", 16, "parent")]
+    ("moment", "count", "target"),
+    [("started", 0, "parent"), ("started", 1, "parent"), ("step", 5, "group"), ("step", 16, "parent")],
 )
 def test_children_of_a_killed_demo_end_by_themselves(tmp_path: Path, moment: str, count: int, target: str) -> None:
     code, out, errors, _ = _run(tmp_path, moment, count, signal.SIGKILL, target)
