@@ -313,7 +313,8 @@ class CPUCacheContext:
             view = self._block_ids[end : end + count]
             if count:
                 given = np.asarray(ids)
-                if given.ndim != 1 or not np.can_cast(given.dtype, np.int64):
+                fits = np.can_cast(given.dtype, np.int64) or (given.dtype.kind == "u" and given.max() < 2**63)
+                if given.ndim != 1 or not fits:
                     raise ValueError(
                         f"block ids of group {index} are {given.dtype}; give a flat list of 64-bit integers"
                     )

@@ -83,6 +83,8 @@ def as_dtype(dtype: DTypeLike) -> DType:
     """
     if isinstance(dtype, str):
         return dtype_from_name(dtype)
+    if dtype is None:  # float64 to NumPy
+        raise ValueError(f"no dtype was given; use one of {', '.join(DTYPES)}")
     try:
         found = np.dtype(dtype)
     except TypeError:

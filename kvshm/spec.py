@@ -6,13 +6,14 @@ wire carries; :meth:`ArraySpec.of` and :meth:`ArraySpec.view` go to and from rea
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from kvshm.dtypes import DType
+from kvshm.dtypes import DType, as_dtype
 
 __all__ = ["ArraySpec", "dense_strides", "restride"]
 
@@ -58,6 +59,17 @@ class ArraySpec:
     dtype: DType
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+            object.__setattr__(self, "stride", tuple(map(operator.index, self.stride)))
+            object.__setattr__(self, "storage_offset", operator.index(self.storage_offset))
+        except TypeError:
+            raise ValueError(
+                f"shape {self.shape}, stride {self.stride} and storage_offset {self.storage_offset} must be integers"
+            ) from None
+        dtype: Any = self.dtype
+        if not isinstance(dtype, np.dtype):
+            object.__setattr__(self, "dtype", as_dtype(dtype))
         if len(self.shape) != len(self.stride):
             raise ValueError(
                 f"shape {self.shape} has rank {len(self.shape)} but stride {self.stride} has rank "

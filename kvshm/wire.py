@@ -17,7 +17,14 @@ __all__ = ["WRAPPER_EXT_CODE", "WireError", "pack", "unpack"]
 
 WRAPPER_EXT_CODE = 1
 
-_TIMESTAMP_HEADERS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
+# MessagePack reads timestamps, extension -1 of 4, 8 or 12 bytes, without asking. Each way to write one begins so.
+_TIMESTAMP_HEADERS = (
+    b"\xd6\xff",
+    b"\xd7\xff",
+    *(b"\xc7%c\xff" % length for length in (4, 8, 12)),
+    *(b"\xc8\0%c\xff" % length for length in (4, 8, 12)),
+    *(b"\xc9\0\0\0%c\xff" % length for length in (4, 8, 12)),
+)
 
 
 def _pack_other(value: Any) -> Any:
@@ -65,7 +72,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Any:
         raise
     except Exception as error:
         raise WireError(f"not one MessagePack value: {error or type(error).__name__}") from error
-    # Only now and then do bytes look like a timestamp, which MessagePack reads without asking.
+    # Only now and then do bytes look like a timestamp: walking through every value would cost more than reading it.
     raw = bytes(data) if isinstance(data, memoryview) else data
     if any(header in raw for header in _TIMESTAMP_HEADERS):
         _refuse_timestamps(value)

@@ -13,7 +13,7 @@ from math import lcm, prod
 from typing import Any, Literal, NamedTuple
 
 from kvshm.contiguity import ArrayTree
-from kvshm.dtypes import DType
+from kvshm.dtypes import DType, dtype_name
 from kvshm.formats.geometry import Geometry
 from kvshm.formats.names import EngineKVFormat
 from kvshm.layout.engine_groups import EXCLUDED_ENGINE_GROUP, EngineGroupInfo, get_engine_group_indices
@@ -321,9 +321,10 @@ def _strides(leaf: Any) -> tuple[int, ...]:
 
 
 def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
-    """ValueError: bytes lie between the elements where the format does not allow it."""
+    """ValueError: bytes lie between the elements where the format does not allow it, or the dtype has no name."""
     strides = []
     for leaf in geometry.leaves(layer):
+        dtype_name(leaf.dtype)  # a cache of a dtype without a name could not be described to anybody
         spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
         block = spec[0,] if geometry.format.has_block_axis and spec.shape[0] else spec
         if not block.is_contiguous:

@@ -26,7 +26,16 @@ import numpy as np
 
 from kvshm.shm import pages
 from kvshm.shm.capacity import ShmFullError
-from kvshm.shm.objects import SHM_DIR, Key, create_object, key_of, object_path, open_object, sweep, unlink_object
+from kvshm.shm.objects import (
+    SHM_DIR,
+    Key,
+    create_object,
+    key_of,
+    not_a_segment,
+    open_object,
+    sweep,
+    unlink_object,
+)
 
 __all__ = [
     "HUGE_PAGE_SIZE",
@@ -289,7 +298,7 @@ def attach_mapping(
         fd = open_object(name, readonly=readonly)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ValueError(f"{object_path(name)} is no segment of shared memory but another kind of file")
+                raise ValueError(not_a_segment(name))
             status = _lock_finished(fd)
             if status is not None:
                 _check_size(name, nbytes, status.st_size)

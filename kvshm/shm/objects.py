@@ -14,6 +14,7 @@ import fcntl
 import logging
 import os
 import stat
+import sys
 from dataclasses import dataclass
 
 import posix_ipc
@@ -29,6 +30,7 @@ __all__ = [
     "is_posix_name",
     "key_of",
     "list_segments",
+    "not_a_segment",
     "object_path",
     "open_object",
     "posix_name",
@@ -116,6 +118,15 @@ def open_object(name: str, *, readonly: bool = False) -> int:
         ) from None
     except posix_ipc.PermissionsError:
         raise _permission_error(name) from None
+    except (ValueError, OSError):
+        if os.path.lexists(object_path(name)) and not os.path.isfile(object_path(name)):
+            raise ValueError(not_a_segment(name)) from None
+        raise
+
+
+def not_a_segment(name: str) -> str:
+    """What to say of a name that leads to a directory, a pipe or the like."""
+    return f"{object_path(name)} is no segment of shared memory but another kind of file; take another name"
 
 
 def unlink_object(name: str, key: Key | None) -> None:
@@ -139,6 +150,8 @@ def create_object(
     """
     if nbytes < 1:
         raise ValueError(f"a segment needs at least 1 byte, not {nbytes}; arrays without elements need no segment")
+    if nbytes > sys.maxsize or not 0 <= mode <= 0o7777:
+        raise ValueError(f"nbytes {nbytes} must be at most {sys.maxsize}, and mode {mode:#o} within 0o7777")
     wanted = None if name is None else posix_name(name)
     while True:
         chosen = wanted or SHM_NAME_PREFIX + os.urandom(_RANDOM_BYTES).hex()

@@ -107,6 +107,7 @@ class Segment:
             PermissionError, TimeoutError, OSError: As their text says.
             ValueError: It is smaller than ``nbytes``, or the name is none.
         """
+        nbytes = None if nbytes is None else operator.index(nbytes)
         if nbytes is not None and nbytes < 1:
             raise ValueError(f"nbytes must be at least 1 or None, not {nbytes}")
         mapping = attach_mapping(posix_name(name), nbytes, readonly=readonly, timeout_s=timeout_s)

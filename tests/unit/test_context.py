@@ -415,3 +415,17 @@ class TestWarning:
         monkeypatch.setattr(context_module, "SHM_PATH", "/nonexistent")
         register(layers())
         assert caplog.messages == []
+
+
+def test_a_dtype_without_a_name_is_refused() -> None:
+    for dtype in (np.dtype(object), np.dtype(">i4"), np.dtype("V5")):
+        with pytest.raises(ValueError, match="no name on the wire"):
+            CPUCacheContext([np.zeros((7, 4, 3), dtype)], 8, {"kv_layout": "NHD"})
+
+
+def test_unsigned_block_ids_are_staged() -> None:
+    context = CPUCacheContext([np.zeros((7, 4, 3), np.uint8)], 8, {"kv_layout": "NHD"})
+    [view] = context.stage_block_ids([np.array([5, 3], dtype=np.uint64)])  # type: ignore[list-item]
+    assert view.tolist() == [5, 3]
+    with pytest.raises(ValueError, match="64-bit"):
+        context.stage_block_ids([np.array([2**63], dtype=np.uint64)])  # type: ignore[list-item]

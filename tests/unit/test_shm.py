@@ -364,3 +364,20 @@ def test_threads_create_attach_and_drop_at_once() -> None:
         thread.join()
     assert not errors
     assert num_mappings(shared.name) == 1
+
+
+def test_numbers_that_no_segment_can_have_are_refused(segment_name: str) -> None:
+    for nbytes, mode in ((2**63, 0o600), (2**100, 0o600), (7, 2**40), (7, -1)):
+        with pytest.raises(ValueError, match="must be at most"):
+            Segment.create(nbytes, segment_name, mode, reserve=False)
+    with Segment.create(7, segment_name), pytest.raises(TypeError):
+        Segment.attach(segment_name, 1.5)  # type: ignore[arg-type]
+
+
+def test_a_directory_is_no_segment(segment_name: str) -> None:
+    os.mkdir(f"/dev/shm{segment_name}")
+    try:
+        with pytest.raises(ValueError, match="another kind of file"):
+            Segment.attach(segment_name)
+    finally:
+        os.rmdir(f"/dev/shm{segment_name}")

@@ -171,3 +171,11 @@ def test_specs_are_values() -> None:
     assert len({spec, ArraySpec.dense((2, 3), U1), ArraySpec.dense((3, 2), U1)}) == 2
     with pytest.raises(AttributeError):
         spec.shape = (3, 2)  # type: ignore[misc]
+
+
+def test_sizes_are_integers_and_the_dtype_may_be_a_name() -> None:
+    with pytest.raises(ValueError, match=r"must be integers"):
+        ArraySpec((2.5,), (1,), 0, np.dtype("uint8"))  # type: ignore[arg-type]
+    spec = ArraySpec([np.int64(2), 3], [3, 1], 0, "bfloat16")  # type: ignore[arg-type]
+    assert (spec.shape, spec.stride, spec.nbytes) == ((2, 3), (3, 1), 12)
+    assert hash(spec) == hash(ArraySpec.dense((2, 3), spec.dtype))

@@ -160,3 +160,13 @@ def test_the_last_of_repeated_keys_counts() -> None:
 
 def test_any_device_identity_is_read() -> None:
     assert ShmArrayWrapper.from_bytes(descriptor(device_uuid="GPU-7" * 100)).device_uuid == "GPU-7" * 100
+
+
+@pytest.mark.parametrize(
+    "data", ["d6ff00000000", "c704ff00000000", "c708ff" + "00" * 8, "c8000cff" + "00" * 12, "c90000000cff" + "00" * 12]
+)
+def test_a_timestamp_is_refused_however_it_is_written(data: str) -> None:
+    with pytest.raises(WireError, match=r"timestamp|not one MessagePack value"):
+        wire.unpack(bytes.fromhex(data))
+    with pytest.raises(WireError, match=r"timestamp|not one MessagePack value"):
+        wire.unpack(b"\x92\x01" + bytes.fromhex(data))
