@@ -34,6 +34,12 @@ LONG_ROW_NBYTES = 4096
 LONG_RUN_NBYTES = 64 * 1024
 # Rows that one call moves at most: its index has 32 KiB.
 CALL_ROWS = 4096
+# The C library copies rows of a page and more several times slower if the destination begins 1 to 31 bytes past the
+# source, modulo a page: there the processor's string copy stumbles over its own stores. Shorter rows are copied
+# otherwise. It is no rare case: large arrays of NumPy begin 16 bytes past a page, segments on one.
+PAGE_NBYTES = 4096
+STUMBLE_NBYTES = 32
+SHORT_ROW_NBYTES = 512
 # NumPy keeps the interpreter's lock during assignments through an index of one axis that is not longer than this.
 LOCKED_INDEX_LENGTH = 500
 
@@ -253,19 +259,22 @@ def _runs(block_ids: Ints) -> list[tuple[int, int]]:
 
 def gather(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[Way]) -> None:
     """Copy the blocks of pieces, whole ones only, from some planes of a stack into their chunks."""
-    calls: list[tuple[Ints, Bytes]] = []
+    calls: list[tuple[Bytes, Ints, Bytes]] = []
     for piece, way in zip(pieces, ways, strict=True):
         if way.index is None:
             for plane in stack.planes[which.start : which.stop]:
                 for in_chunk, in_plane in _runs_of(plane, piece, way):
                     in_chunk[...] = in_plane
-        else:
-            calls += _calls(stack, which, piece, way.index)
-    take = stack.rows.take
+            continue
+        for index, out in _calls(stack, which, piece, way.index):
+            if _stumbles(stack.rows.shape[1], _address(out) - _address(stack.rows)):
+                calls += _short_rows(stack.rows, index, out)
+            else:
+                calls.append((stack.rows, index, out))
     # A loop of nothing but copies: each leaves caches that hold nothing of the interpreter.
-    for index, out in calls:
+    for rows, index, out in calls:
         # clip: the ids have been checked, and NumPy copies through a buffer where an index might still be wrong.
-        take(index, 0, out, "clip")
+        rows.take(index, 0, out, "clip")
 
 
 def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[Way], *, shared: bool) -> None:
@@ -289,7 +298,11 @@ def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[
                 calls += [(in_plane, ..., in_chunk) for in_chunk, in_plane in _runs_of(plane, piece, way)]
             continue
         for index, values in _calls(stack, which, piece, way.index):
-            if shared and index.size <= LOCKED_INDEX_LENGTH:
+            if _stumbles(stack.rows.shape[1], _address(stack.rows) - _address(values)):
+                for rows, index_of_short, short in _short_rows(stack.rows, index, values):
+                    item = np.dtype((np.void, SHORT_ROW_NBYTES))
+                    calls.append((rows.view(item)[:, 0], index_of_short, short.view(item)[:, 0]))
+            elif shared and index.size <= LOCKED_INDEX_LENGTH:
                 calls.append((stack.rows, index, values))
             else:
                 calls.append((items, index.reshape(-1), values.reshape(-1).view(items.dtype)))
@@ -307,6 +320,27 @@ def _calls(stack: Stack, which: range, piece: Piece, rows: Ints) -> Iterator[tup
     for start in range(0, len(which), step):
         some = slice(start, start + step)
         yield (starts[some] + rows if len(stack.planes) > 1 else rows[None]), in_chunk[some]
+
+
+def _stumbles(row_nbytes: int, distance: int) -> bool:
+    """Whether some rows are copied slowly over this distance, from source to destination."""
+    return (
+        row_nbytes >= PAGE_NBYTES
+        and row_nbytes % SHORT_ROW_NBYTES == 0
+        and 0 < distance % gcd(row_nbytes, PAGE_NBYTES) < STUMBLE_NBYTES
+    )
+
+
+def _short_rows(rows: Bytes, index: Ints, in_chunk: Bytes) -> Iterator[tuple[Bytes, Ints, Bytes]]:
+    """The same move in short rows: [row, byte] of the stack, their index, and [row, byte] of the chunk."""
+    short_rows = rows.reshape(-1, SHORT_ROW_NBYTES)
+    parts = np.arange(rows.shape[1] // SHORT_ROW_NBYTES)
+    step = max(1, CALL_ROWS // len(parts))
+    for rows_of_plane, chunk_of_plane in zip(index, in_chunk, strict=True):
+        for start in range(0, len(rows_of_plane), step):
+            some = slice(start, start + step)
+            short_index = (rows_of_plane[some, None] * len(parts) + parts).reshape(-1)
+            yield short_rows, short_index, chunk_of_plane[some].reshape(-1, SHORT_ROW_NBYTES)
 
 
 def _chunk_rows(stack: Stack, which: range, piece: Piece) -> Bytes:
