@@ -170,10 +170,10 @@ def _describe_copy(copy: dict[str, Any]) -> str:
     if not copy["num_tokens"]:
         return "0 tokens: the prompt has no full chunk before its last token"
     again = copy.get("again_s")
-    more = f"; again {format_seconds(again)}, {copy['again_gb_per_s']:.1f} GB/s" if again else ""
+    more = f"; again {format_seconds(again)}, {copy['again_gb_per_s']:.3g} GB/s" if again else ""
     return (
         f"{copy['num_tokens']:,} tokens, {copy['nbytes']:,} bytes in {format_seconds(copy['s'])}, "
-        f"{copy['gb_per_s']:.1f} GB/s{more} (memcpy {copy['memcpy_gb_per_s']:.1f} GB/s)"
+        f"{copy['gb_per_s']:.3g} GB/s{more} (memcpy {copy['memcpy_gb_per_s']:.3g} GB/s)"
     )
 
 
