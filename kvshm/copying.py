@@ -40,6 +40,7 @@ CALL_ROWS = 4096
 PAGE_NBYTES = 4096
 STUMBLE_NBYTES = 32
 SHORT_ROW_NBYTES = 512
+SHORT_ITEM = np.dtype((np.void, SHORT_ROW_NBYTES))
 # NumPy keeps the interpreter's lock during assignments through an index of one axis that is not longer than this.
 LOCKED_INDEX_LENGTH = 500
 
@@ -259,7 +260,8 @@ def _runs(block_ids: Ints) -> list[tuple[int, int]]:
 
 def gather(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[Way]) -> None:
     """Copy the blocks of pieces, whole ones only, from some planes of a stack into their chunks."""
-    calls: list[tuple[Bytes, Ints, Bytes]] = []
+    calls: list[tuple[Ints, Bytes]] = []
+    stumbling: list[tuple[Ints, Bytes]] = []
     for piece, way in zip(pieces, ways, strict=True):
         if way.index is None:
             for plane in stack.planes[which.start : which.stop]:
@@ -267,14 +269,16 @@ def gather(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[W
                     in_chunk[...] = in_plane
             continue
         for index, out in _calls(stack, which, piece, way.index):
-            if _stumbles(stack.rows.shape[1], _address(out) - _address(stack.rows)):
-                calls += _short_rows(stack.rows, index, out)
-            else:
-                calls.append((stack.rows, index, out))
+            stumbles = _stumbles(stack.rows.shape[1], _address(out) - _address(stack.rows))
+            (stumbling if stumbles else calls).append((index, out))
+    take = stack.rows.take
     # A loop of nothing but copies: each leaves caches that hold nothing of the interpreter.
-    for rows, index, out in calls:
+    for index, out in calls:
         # clip: the ids have been checked, and NumPy copies through a buffer where an index might still be wrong.
-        rows.take(index, 0, out, "clip")
+        take(index, 0, out, "clip")
+    for index, out in stumbling:
+        for rows, short_index, short_out in _short_rows(stack.rows, index, out):
+            rows.take(short_index, 0, short_out, "clip")
 
 
 def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[Way], *, shared: bool) -> None:
@@ -286,7 +290,7 @@ def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[
         shared: Other threads copy at the same time, and want the interpreter's lock meanwhile.
     """
     items = stack.items
-    calls: list[tuple[Array, Any, Array]] = []
+    calls: list[tuple[Array | None, Any, Array]] = []  # without a target: in short rows
     for cut, way in zip(pieces, ways, strict=True):
         if cut.first_slot:
             for plane in stack.planes[which.start : which.stop]:
@@ -299,16 +303,18 @@ def scatter(stack: Stack, which: range, pieces: Sequence[Piece], ways: Sequence[
             continue
         for index, values in _calls(stack, which, piece, way.index):
             if _stumbles(stack.rows.shape[1], _address(stack.rows) - _address(values)):
-                for rows, index_of_short, short in _short_rows(stack.rows, index, values):
-                    item = np.dtype((np.void, SHORT_ROW_NBYTES))
-                    calls.append((rows.view(item)[:, 0], index_of_short, short.view(item)[:, 0]))
+                calls.append((None, index, values))
             elif shared and index.size <= LOCKED_INDEX_LENGTH:
                 calls.append((stack.rows, index, values))
             else:
                 calls.append((items, index.reshape(-1), values.reshape(-1).view(items.dtype)))
     # In the order of the pieces: of what is written to one block twice, the last stays.
     for target, index, values in calls:
-        target[index] = values
+        if target is not None:
+            target[index] = values
+            continue
+        for rows, short_index, short_values in _short_rows(stack.rows, index, values):
+            rows.view(SHORT_ITEM)[short_index] = short_values.view(SHORT_ITEM)
 
 
 def _calls(stack: Stack, which: range, piece: Piece, rows: Ints) -> Iterator[tuple[Ints, Bytes]]:
