@@ -229,6 +229,8 @@ def _make_group(context: CPUCacheContext, object_group_idx: int, kernel_group_id
 def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
     """The bytes of a chunk object."""
     if isinstance(chunk, np.ndarray):
+        if chunk.dtype.hasobject:
+            raise ValueError(f"chunk {index} is an array of {chunk.dtype}, which holds references, not bytes")
         # Not through the buffer protocol, which bfloat16 and float8 do not have.
         if not chunk.flags.c_contiguous:
             raise ValueError(f"chunk {index}: array of shape {chunk.shape} is not contiguous; give a contiguous one")
@@ -321,6 +323,7 @@ def _run(moves: list[_Moves], num_threads: int | None, *, into_chunks: bool) -> 
     if threads < 1:
         raise ValueError(f"num_threads is {threads}; the calling thread counts, so it is at least 1")
     copy = gather if into_chunks else partial(scatter, shared=threads > 1)
+    threads = min(threads, 1 + nbytes // MIN_JOB_NBYTES)  # more would find no job
     job_nbytes = min(MAX_JOB_NBYTES, max(MIN_JOB_NBYTES, nbytes // (4 * threads))) if threads > 1 else nbytes
     run_jobs((job for move in moves for job in _jobs(move, copy, job_nbytes)), threads)
 

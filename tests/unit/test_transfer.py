@@ -6,6 +6,7 @@ import array
 import gc
 import mmap
 import resource
+import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Sequence
@@ -406,3 +407,20 @@ def test_small_transfers_start_no_thread(context: CPUCacheContext, monkeypatch: 
     monkeypatch.setattr(threads, "_pool", None)
     monkeypatch.setenv("KVSHM_THREADS", "4")
     gather_chunks(context, [IDS[:2]], [bytearray(CHUNK_NBYTES)])
+
+
+def test_threads_without_a_job_are_not_started() -> None:
+    context = CPUCacheContext([np.zeros((7, 4, 3), np.uint8)], 8, {"kv_layout": "NHD"})
+    chunk = np.zeros(object_group_nbytes(context, 0), np.uint8)
+    before = threading.active_count()
+    gather_chunks(context, [[3, 1]], [chunk], num_threads=2**70)
+    scatter_chunks(context, [[3, 1]], [chunk], num_threads=2**70)
+    assert threading.active_count() == before
+
+
+def test_references_are_no_bytes() -> None:
+    context = CPUCacheContext([np.zeros((7, 4, 3), np.uint8)], 8, {"kv_layout": "NHD"})
+    chunk: Any = np.zeros(object_group_nbytes(context, 0) // 8, object)
+    for move in (gather_chunks, scatter_chunks):
+        with pytest.raises(ValueError, match="holds references"):
+            move(context, [[3, 1]], [chunk])
