@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import permutations
 from math import lcm, prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -16,7 +14,7 @@ from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.spec import ArraySpec
-from kvshm.strategies.arrays import Bytes, buffers, dtypes
+from kvshm.strategies.arrays import Bytes, buffers, dtypes, orders
 
 __all__ = [
     "DETECTABLE_FORMATS",
@@ -307,7 +305,7 @@ def draw_cache(
         for kind in kinds[1:]
     }
     axes = {kind: forms[kind].axes or tuple((axis,) for axis in kind.format.axes) for kind in kinds}
-    orders = {kind: draw(_orders(len(axes[kind]))) if permuted else tuple(range(len(axes[kind]))) for kind in kinds}
+    order_of = {kind: draw(orders(len(axes[kind]))) if permuted else tuple(range(len(axes[kind]))) for kind in kinds}
 
     leaves: list[Leaf] = []
     counts: list[int] = []
@@ -322,7 +320,7 @@ def draw_cache(
     placement = draw(st.sampled_from(PLACEMENTS if may_be_apart else PLACEMENTS[:1]))
     specs, nbytes = _placed(draw, leaves, placement)
     exposed = [
-        spec if leaf.kind is None else _exposed(spec, leaf.kind, axes[leaf.kind], orders[leaf.kind])
+        spec if leaf.kind is None else _exposed(spec, leaf.kind, axes[leaf.kind], order_of[leaf.kind])
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
     normal = [spec if leaf.kind is None else _tight(spec) for leaf, spec in zip(leaves, specs, strict=True)]
@@ -354,11 +352,6 @@ def _forms_of_all(kinds: Sequence[LayerKind]) -> list[Form]:
             for kind in kinds[1:]
         )
     ]
-
-
-@lru_cache
-def _orders(rank: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.sampled_from(list(permutations(range(rank))))
 
 
 # Places in one buffer

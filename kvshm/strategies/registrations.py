@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations
 from math import lcm
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvshm.dtypes import DType
 from kvshm.formats import EngineKVFormat
 from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager
 from kvshm.spec import ArraySpec
-from kvshm.strategies.arrays import array_specs
+from kvshm.strategies.arrays import array_specs, orders
 from kvshm.strategies.caches import (
     REGISTRABLE_FORMATS,
     LayerKind,
@@ -149,11 +148,6 @@ def _draw_infos(
 
 
 @lru_cache
-def _orders(count: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.sampled_from(list(permutations(range(count))))
-
-
-@lru_cache
 def _windows(tokens_per_block: int, tokens_per_chunk: int) -> st.SearchStrategy[int]:
     """None, whole blocks below a chunk, or anything from a chunk on."""
     blocks = tokens_per_chunk // tokens_per_block
@@ -191,7 +185,7 @@ def registrations(
     if draw(st.booleans()):
         group_of = [draw(st.integers(0, 2)) for _ in layers]
         groups = [[layer for layer in layers if group_of[layer] == group] for group in dict.fromkeys(group_of)]
-        ids = draw(_orders(len(groups)))
+        ids = draw(orders(len(groups)))
         infos = _draw_infos(draw, groups, [slots] * len(groups), chunk, ids)
     needed = max([chunk // (info.tokens_per_block or slots) for info in infos], default=chunk // slots)
     kind = kind._replace(sizes=kind.sizes._replace(nb=_room(draw, format, needed, max_chunks)))
@@ -234,7 +228,7 @@ def _any_group(which: Sequence[int | None]) -> bool:
 
 def _engine_group_ids(draw: st.DrawFn, kinds: Sequence[LayerKind]) -> list[int]:
     """One id for each kind, or one for several with blocks of one size that no kernel group could hold together."""
-    ids = list(draw(_orders(len(kinds))))
+    ids = list(draw(orders(len(kinds))))
     together = [kinds[0]]
     for index, kind in enumerate(kinds[1:], 1):
         alike = any(_is_alike(kind, other) for other in together)

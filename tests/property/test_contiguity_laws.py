@@ -15,6 +15,7 @@ from kvshm.strategies import array_specs, arrays
 from tests.support.addresses import addresses
 
 
+@settings(max_examples=60)
 @given(spec=array_specs(max_side=5))
 def test_byte_span_ends_just_past_the_last_element(spec: ArraySpec) -> None:
     found = addresses(spec)
@@ -22,11 +23,13 @@ def test_byte_span_ends_just_past_the_last_element(spec: ArraySpec) -> None:
     assert spec.nbytes == found.size
 
 
+@settings(max_examples=60)
 @given(spec=array_specs(min_dims=0, max_side=5))
 def test_contiguity_is_numpys(spec: ArraySpec) -> None:
     assert spec.is_contiguous == spec.view(np.zeros(spec.byte_span, np.uint8)).flags.c_contiguous
 
 
+@settings(max_examples=60)
 @given(spec=array_specs(), data=st.data())
 def test_views_and_specs_index_alike(spec: ArraySpec, data: st.DataObject) -> None:
     index = tuple(
@@ -40,6 +43,7 @@ def test_views_and_specs_index_alike(spec: ArraySpec, data: st.DataObject) -> No
     assert np.array_equal(raw[index].view(buffer), raw.view(buffer)[index])
 
 
+@settings(max_examples=60)
 @given(array=arrays(array_specs(max_offset=0)))
 def test_the_spec_of_an_array_leads_back_to_it(array: np.ndarray[Any, Any]) -> None:
     spec = ArraySpec.of(array)
@@ -67,8 +71,7 @@ def permuted(spec: ArraySpec) -> ArraySpec | None:
     return found
 
 
-@given(spec=array_specs(max_dims=5))
-def test_what_comes_back_is_the_same_bytes_in_order(spec: ArraySpec) -> None:
+def what_comes_back_is_the_same_bytes_in_order(spec: ArraySpec) -> None:
     found = permuted(spec)
     if found is None:
         return
@@ -100,22 +103,20 @@ def _by_stride(spec: ArraySpec) -> tuple[int, ...]:
     return tuple(sorted(range(len(spec.shape)), key=lambda axis: -spec.stride[axis]))
 
 
-@given(spec=array_specs(max_dims=5))
-def test_doing_it_again_changes_nothing(spec: ArraySpec) -> None:
+def doing_it_again_changes_nothing(spec: ArraySpec) -> None:
     found = permuted(spec)
     if found is not None:
         assert permuted(found) == found
 
 
+@settings(max_examples=60)
 @given(spec=array_specs(max_dims=5, min_side=1, memory=["dense", "permuted"], loose_ones=False), data=st.data())
 def test_how_a_dense_array_is_exposed_does_not_matter(spec: ArraySpec, data: st.DataObject) -> None:
     order = tuple(data.draw(st.permutations(range(len(spec.shape)))))
     assert permuted(spec.transpose(order)) == permuted(spec)
 
 
-@settings(max_examples=200)
-@given(spec=array_specs(max_dims=6))
-def test_arrays_and_specs_go_the_same_way(spec: ArraySpec) -> None:
+def arrays_and_specs_go_the_same_way(spec: ArraySpec) -> None:
     buffer = np.zeros(spec.byte_span, np.uint8)
     array = spec.view(buffer)
     found = permuted(ArraySpec.of(array))
@@ -126,3 +127,11 @@ def test_arrays_and_specs_go_the_same_way(spec: ArraySpec) -> None:
     if array.size:
         assert of_array.ctypes.data == array.ctypes.data
         assert tuple(step // array.dtype.itemsize for step in of_array.strides) == found.stride
+
+
+@settings(max_examples=200)
+@given(spec=array_specs())
+def test_what_comes_back_is_the_same_bytes_in_order(spec: ArraySpec) -> None:
+    what_comes_back_is_the_same_bytes_in_order(spec)
+    doing_it_again_changes_nothing(spec)
+    arrays_and_specs_go_the_same_way(spec)

@@ -43,17 +43,14 @@ def structure(tree: Any) -> Any:
     return [structure(item) for item in tree] if isinstance(tree, list) else tuple(tree.shape)
 
 
-@settings(max_examples=200)
-@given(cache=kv_caches(DETECTABLE))
-def test_what_an_engine_exposes_is_named_and_put_in_order(cache: PagedCache) -> None:
+def it_is_named_and_put_in_order(cache: PagedCache) -> None:
     format, normalised = detected(cache, cache.kv_caches)
     assert format is cache.format
     assert structure(normalised) == structure(cache.normalised)
     assert [loose(leaf) for leaf in leaves_of(normalised)] == [loose(leaf) for leaf in leaves_of(cache.normalised)]
 
 
-@given(cache=kv_caches(DETECTABLE))
-def test_layer_by_layer_it_is_named_alike(cache: PagedCache) -> None:
+def layer_by_layer_it_is_named_alike(cache: PagedCache) -> None:
     assert cache.engine_type is not None
     normalised, formats = normalize_and_discover_per_layer_formats(
         cache.kv_caches, [], cache.engine_type, cache.layout_hints
@@ -62,16 +59,14 @@ def test_layer_by_layer_it_is_named_alike(cache: PagedCache) -> None:
     assert normalised == detected(cache, cache.kv_caches)[1]
 
 
-@given(cache=kv_caches(DETECTABLE))
-def test_the_normal_form_is_the_same_bytes(cache: PagedCache) -> None:
+def the_normal_form_is_the_same_bytes(cache: PagedCache) -> None:
     found, exposed = all_addresses(detected(cache, cache.kv_caches)[1]), all_addresses(cache.kv_caches)
     assert np.array_equal(np.sort(found), np.sort(exposed))
     assert len(np.unique(found)) == len(found), "no byte is named twice"
     assert 0 <= found.min() <= found.max() < cache.nbytes
 
 
-@given(cache=kv_caches(DETECTABLE))
-def test_arrays_and_specs_go_the_same_way(cache: PagedCache) -> None:
+def arrays_and_specs_go_the_same_way(cache: PagedCache) -> None:
     buffer = np.zeros(cache.nbytes, np.uint8)
     format, normalised = detected(cache, cache.arrays(buffer))
     of_specs = detected(cache, cache.kv_caches)
@@ -81,6 +76,15 @@ def test_arrays_and_specs_go_the_same_way(cache: PagedCache) -> None:
         assert array.dtype == spec.dtype
         assert array.ctypes.data - buffer.ctypes.data == spec.storage_offset * itemsize
         assert loose(ArraySpec.of(array))[1] == loose(spec)[1]
+
+
+@settings(max_examples=200)
+@given(cache=kv_caches(DETECTABLE))
+def test_what_an_engine_exposes_is_named_and_put_in_order(cache: PagedCache) -> None:
+    it_is_named_and_put_in_order(cache)
+    layer_by_layer_it_is_named_alike(cache)
+    the_normal_form_is_the_same_bytes(cache)
+    arrays_and_specs_go_the_same_way(cache)
 
 
 @given(cache=kv_caches(kv_formats([format for format in EngineKVFormat if not format.is_pbs_fused])))
@@ -93,18 +97,13 @@ def test_planes_are_the_bytes_of_their_layer_each_once(cache: PagedCache) -> Non
             assert plane.shape[:3] == (found.num_blocks, found.block_size(layer), found.num_heads(layer))
         row = sum(plane.shape[3] * plane.dtype.itemsize for plane in planes)
         assert row == found.kv_size * found.head_size(layer) * found.dtype(layer).itemsize
+        assert all(plane.stride[3] == 1 for plane in planes if plane.shape[3] > 1)
         of_all += [addresses(plane) for plane in planes]
     assert np.array_equal(np.sort(np.concatenate(of_all)), np.sort(all_addresses(cache.normalised)))
 
 
-@given(cache=kv_caches(kv_formats([format for format in EngineKVFormat if not format.is_pbs_fused])))
-def test_elements_of_a_head_lie_side_by_side(cache: PagedCache) -> None:
-    planes: Any = geometry(cache.normalised, cache.format).planes(0)
-    assert all(plane.stride[3] == 1 for plane in planes if plane.shape[3] > 1)
-
-
 @pytest.mark.parametrize("format", EngineKVFormat)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_every_format_answers_every_question(format: EngineKVFormat, data: st.DataObject) -> None:
     cache = data.draw(kv_caches(format))
@@ -144,7 +143,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
 HINTS: st.SearchStrategy[Any] = st.none() | st.one_of(*(layout_hints(format) for format in DETECTABLE_FORMATS))
 
 
-@settings(max_examples=250)
+@settings(max_examples=200)
 @given(caches=TREES, engine=st.sampled_from(EngineType), hints=HINTS)
 def test_any_structure_has_a_format_that_fits_or_is_refused(caches: Any, engine: EngineType, hints: Any) -> None:
     try:

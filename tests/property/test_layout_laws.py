@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_name
-from kvshm.formats import geometry, normalize_and_discover_per_layer_formats
+from kvshm.formats import EngineKVFormat, geometry, normalize_and_discover_per_layer_formats
 from kvshm.formats.geometry import Geometry
 from kvshm.layout import (
     EngineGroupInfo,
@@ -216,7 +217,7 @@ def detection_by_groups_gives_the_layout_of_the_normal_form(registration: Regist
     assert [loose(leaf) for leaf in leaves_of(normalised)] == [loose(leaf) for leaf in leaves_of(cache.normalised)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=120)
 @given(registration=registrations(), num_tokens=st.integers(0, 200), factor=st.integers(2, 5))
 def test_groups_part_layers_and_chunks(registration: Registration, num_tokens: int, factor: int) -> None:
     kernel_groups_part_the_layers(registration)
@@ -226,13 +227,17 @@ def test_groups_part_layers_and_chunks(registration: Registration, num_tokens: i
     longer_chunks_are_longer_objects(registration, factor)
 
 
-@given(registration=registrations())
-def test_groups_part_the_memory(registration: Registration) -> None:
+@pytest.mark.parametrize("format", [None, *REGISTRABLE_FORMATS])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_groups_part_the_memory(format: EngineKVFormat | None, data: st.DataObject) -> None:
+    registration = data.draw(registrations(format))
     groups_share_no_byte_and_stay_inside_the_buffer(registration)
     groups_name_every_byte_of_their_layers(registration)
     planes_part_the_region_of_their_group_in_a_chunk(registration)
 
 
+@settings(max_examples=70)
 @given(registration=registrations())
 def test_contexts_are_laid_out_as_their_specs(registration: Registration) -> None:
     arrays_and_specs_are_laid_out_alike(registration)
@@ -241,7 +246,7 @@ def test_contexts_are_laid_out_as_their_specs(registration: Registration) -> Non
     without_compression_bytes_of_a_token_add_up_to_the_chunk(registration)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(registration=registrations(), data=st.data())
 def test_how_engine_groups_are_numbered_does_not_matter(registration: Registration, data: st.DataObject) -> None:
     infos = registration.engine_group_infos
@@ -258,7 +263,7 @@ def test_how_engine_groups_are_numbered_does_not_matter(registration: Registrati
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(registration=registrations(), data=st.data())
 def test_ids_that_move_are_the_last_of_each_chunk(registration: Registration, data: st.DataObject) -> None:
     manager = registration.manager()
@@ -271,7 +276,7 @@ def test_ids_that_move_are_the_last_of_each_chunk(registration: Registration, da
             assert recalculate_blocks_to_skip(whole, window, skip) == before
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(registration=registrations(), data=st.data(), null=st.integers(0, 3))
 def test_a_chunk_is_null_where_all_its_ids_are(registration: Registration, data: st.DataObject, null: int) -> None:
     manager = registration.manager()
@@ -333,6 +338,7 @@ def test_slices_of_ranges_that_meet_make_the_whole(tokens: list[int], cuts: list
     assert slice_block_ids_per_group(allocated, tokens, 0, 8 * 30) == everything
 
 
+@settings(max_examples=50)
 @given(caches=st.lists(kv_caches(kv_formats(REGISTRABLE_FORMATS), permuted=False), min_size=1, max_size=3))
 def test_the_one_line_notation_comes_back(caches: list[Any]) -> None:
     groups = []

@@ -126,12 +126,6 @@ class Registered:
         }
 
 
-@pytest.fixture(scope="module")
-def registered() -> dict[str, Registered]:
-    """Every case, registered once."""
-    return {case["id"]: Registered(case) for case in CASES}
-
-
 def is_refused(case: dict[str, Any]) -> bool:
     """kvshm owes an error."""
     mended = MENDED.get(case["id"])
@@ -146,13 +140,10 @@ def laid_out(case: dict[str, Any]) -> dict[str, Any]:
 
 # Of a K/V list whose layers differ in dtype, and of a single padded block, LMCache records nothing but its error.
 NOT_LAID_OUT = {"context-0038", "context-0063"}
-TAKEN = [case for case in CASES if not is_refused(case) and case["id"] not in NOT_LAID_OUT]
-EXPOSED = [case for case in TAKEN if not is_error(case["output"])]
 
 
-@each([case for case in CASES if is_refused(case)])
-def test_refused(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    found = registered[case["id"]].found
+def check_refused(case: dict[str, Any], of_case: Registered) -> None:
+    found = of_case.found
     assert is_error(found), case["why"]
     mended = MENDED.get(case["id"])
     if mended is None:
@@ -163,18 +154,16 @@ def test_refused(case: dict[str, Any], registered: dict[str, Registered]) -> Non
     assert re.search(mended.error, found["message"])
 
 
-@each([case for case in CASES if not is_refused(case) and is_error(case["output"])])
-def test_taken_where_the_original_cannot(case: dict[str, Any], registered: dict[str, Registered]) -> None:
+def check_taken_where_the_original_cannot(case: dict[str, Any], of_case: Registered) -> None:
     assert MENDED[case["id"]].number in (4, 17)
-    context = registered[case["id"]].context
+    context = of_case.context
     for index, group in enumerate(context.kv_layer_groups_manager.kernel_groups):
         per_layer = 2 if group.shape_desc.kv_size == 2 else len(context.kernel_group_planes(index)) // group.num_layers
         assert len(context.kernel_group_planes(index)) == group.num_layers * per_layer
 
 
-@each(TAKEN)
-def test_groups(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    of_case, recorded = registered[case["id"]], laid_out(case)
+def check_groups(case: dict[str, Any], of_case: Registered) -> None:
+    recorded = laid_out(case)
     manager = of_case.context.kv_layer_groups_manager
     for index, (group, wanted) in enumerate(zip(manager.kernel_groups, recorded["kernel_groups"], strict=True)):
         pointers = [pointer and pointer[1] for pointer in wanted["kv_pointers"]]
@@ -197,9 +186,8 @@ def test_groups(case: dict[str, Any], registered: dict[str, Registered]) -> None
     } == recorded["attn_desc"]
 
 
-@each(EXPOSED)
-def test_sizes(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    of_case, recorded = registered[case["id"]], case["output"]
+def check_sizes(case: dict[str, Any], of_case: Registered) -> None:
+    recorded = case["output"]
     context = of_case.context
     for size in ("num_layers", "num_blocks", "block_size", "group_slots_per_blocks", "hidden_dim_sizes"):
         assert getattr(context, size) == recorded[size], size
@@ -211,9 +199,8 @@ def test_sizes(case: dict[str, Any], registered: dict[str, Registered]) -> None:
     assert of_case.offsets(context.kv_pointers) == pointers
 
 
-@each(EXPOSED)
-def test_report(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    found, recorded = registered[case["id"]].context.report_status(), case["output"]["report_status"]
+def check_report(case: dict[str, Any], of_case: Registered) -> None:
+    found, recorded = of_case.context.report_status(), case["output"]["report_status"]
     for group, wanted in zip(found["kernel_groups"], recorded["kernel_groups"], strict=True):
         assert wanted["dtype"] == f"torch.{group['dtype']}"
         wanted["dtype"] = group["dtype"]
@@ -223,9 +210,8 @@ def test_report(case: dict[str, Any], registered: dict[str, Registered]) -> None
     assert found == recorded
 
 
-@each(EXPOSED)
-def test_counts_of_tokens(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    context = registered[case["id"]].context
+def check_counts_of_tokens(case: dict[str, Any], of_case: Registered) -> None:
+    context = of_case.context
     for recorded in case["output"]["token_counts"]:
         tokens = recorded["num_tokens"]
         for group, blocks in enumerate(recorded["blocks_for_tokens"]):
@@ -242,10 +228,9 @@ def test_counts_of_tokens(case: dict[str, Any], registered: dict[str, Registered
             assert same(found, wanted)
 
 
-@each(EXPOSED)
-def test_staging_buffer(case: dict[str, Any], registered: dict[str, Registered]) -> None:
+def check_staging_buffer(case: dict[str, Any], of_case: Registered) -> None:
     """The views lie in the order of the object groups; where that is 0, 1, 2 ..., they are LMCache's own."""
-    of_case, recorded = registered[case["id"]], case["output"]["temp"]
+    recorded = case["output"]["temp"]
     context = of_case.context
     number = MENDED[case["id"]].number if case["id"] in MENDED else None
     order = [index for group in case["output"]["object_groups"] for index in group["kernel_group_indices"]]
@@ -287,12 +272,9 @@ def test_staging_buffer(case: dict[str, Any], registered: dict[str, Registered])
             assert of_case.staged(context.get_tmp_chunk_gpu_buffer(group)) == wanted
 
 
-@each(EXPOSED)
-def test_object_groups_are_ranges_of_the_staging_buffer(
-    case: dict[str, Any], registered: dict[str, Registered]
-) -> None:
+def check_object_groups_are_ranges_of_the_staging_buffer(case: dict[str, Any], of_case: Registered) -> None:
     """An independent sum: whole chunks of the kernel groups, one after the other in the order of the object groups."""
-    of_case, recorded = registered[case["id"]], case["output"]
+    recorded = case["output"]
     context = of_case.context
     chunk = case["input"]["lmcache_tokens_per_chunk"]
     end = 0
@@ -313,9 +295,7 @@ def test_object_groups_are_ranges_of_the_staging_buffer(
     assert context.get_tmp_gpu_buffer_flat(0).nbytes == end == recorded["tmp_chunk_bytes"]
 
 
-@each(EXPOSED)
-def test_batched_views(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    of_case = registered[case["id"]]
+def check_batched_views(case: dict[str, Any], of_case: Registered) -> None:
     number = MENDED[case["id"]].number if case["id"] in MENDED else None
     for recorded in case["output"]["temp"]["batched"]:
         for group, wanted in enumerate(recorded["views"]):
@@ -329,10 +309,9 @@ def test_batched_views(case: dict[str, Any], registered: dict[str, Registered]) 
             assert same(found, wanted)
 
 
-@each(TAKEN)
-def test_chunk_objects(case: dict[str, Any], registered: dict[str, Registered]) -> None:
+def check_chunk_objects(case: dict[str, Any], of_case: Registered) -> None:
     """An object holds the window only: offsets and sizes are those of the device layout."""
-    context = registered[case["id"]].context
+    context = of_case.context
     manager = context.kv_layer_groups_manager
     recorded = case.get("device_layout_shimmed") or case.get("device_layout") or {"error": ""}
     differs = False
@@ -355,10 +334,9 @@ def test_chunk_objects(case: dict[str, Any], registered: dict[str, Registered]) 
                 assert found == view["offset"] - whole["offset"]
 
 
-@each([case for case in TAKEN if case.get("stage_block_ids")])
-def test_block_ids_are_staged(case: dict[str, Any], registered: dict[str, Registered]) -> None:
-    context = registered[case["id"]].context
-    for row in case["stage_block_ids"]:
+def check_block_ids_are_staged(case: dict[str, Any], of_case: Registered) -> None:
+    context = of_case.context
+    for row in case.get("stage_block_ids", ()):
         ids = [[item["id"]] * item["count"] if isinstance(item, dict) else item for item in row["input"]]
         found: Any = attempt(context.stage_block_ids, ids)
         assert is_error(found) == is_error(row["output"])
@@ -369,6 +347,27 @@ def test_block_ids_are_staged(case: dict[str, Any], registered: dict[str, Regist
         assert [len(view) for view in found] == counts
         if isinstance(row["output"], dict):
             assert [view.tolist() for view in found] == row["output"]["values"]
+
+
+@each(CASES)
+def test_case(case: dict[str, Any]) -> None:
+    of_case = Registered(case)
+    if is_refused(case):
+        check_refused(case, of_case)
+        return
+    if case["id"] not in NOT_LAID_OUT:
+        check_groups(case, of_case)
+        check_chunk_objects(case, of_case)
+        check_block_ids_are_staged(case, of_case)
+    if is_error(case["output"]):
+        check_taken_where_the_original_cannot(case, of_case)
+        return
+    check_sizes(case, of_case)
+    check_report(case, of_case)
+    check_counts_of_tokens(case, of_case)
+    check_staging_buffer(case, of_case)
+    check_object_groups_are_ranges_of_the_staging_buffer(case, of_case)
+    check_batched_views(case, of_case)
 
 
 def test_every_mended_case_exists() -> None:

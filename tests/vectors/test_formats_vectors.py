@@ -59,11 +59,14 @@ def test_unknown_values(case: dict[str, Any]) -> None:
 
 
 @each(GEOMETRIES)
-@pytest.mark.parametrize("kind", ["specs", "arrays"])
-def test_geometry(case: dict[str, Any], kind: str) -> None:
+def test_geometry(case: dict[str, Any]) -> None:
+    check_geometry(case, specs_of(case["input"]["caches"]))
+    check_geometry(case, Storages(case["input"]["caches"]).arrays)
+
+
+def check_geometry(case: dict[str, Any], caches: Any) -> None:
     format = EngineKVFormat[case["input"]["format"]]
-    caches = case["input"]["caches"]
-    found = geometry(specs_of(caches) if kind == "specs" else Storages(caches).arrays, format)
+    found = geometry(caches, format)
     whole = case["output"]["whole"]
     for size in ("num_layers", "num_blocks", "kv_size"):
         assert same(attempt(getattr, found, size), whole[size]), size
