@@ -41,9 +41,9 @@ _EXTRAS = {"zmq": "server", "aiohttp": "http", "matplotlib": "plot"}  # package 
 _COMMANDS = (
     _Command("demo", "two engines share one prompt's KV cache through a third process", "kvshm.demo.command"),
     _Command("bench", "measure moving blocks, mapping segments and the server", "kvshm.bench"),
-    _Command("serve", "run the cache server", "kvshm.server.command", "add_serve_arguments", "run_serve"),
+    _Command("serve", "run the cache server", "kvshm.commands.server", "add_serve_arguments", "run_serve"),
     _Command(
-        "status", "ask a running cache server how it is", "kvshm.server.command", "add_status_arguments", "run_status"
+        "status", "ask a running cache server how it is", "kvshm.commands.server", "add_status_arguments", "run_status"
     ),
     _Command("layout", "the sizes of a cache of a given shape, without allocating it", "kvshm.commands.layout"),
     _Command("ls", "list the shared segments", "kvshm.commands.segments", "add_ls_arguments", "run_ls"),

@@ -14,7 +14,7 @@ def measure_server(*, quick: bool) -> Iterator[Amount]:
     """Round trips, lookups, stores and retrieves; nothing where pyzmq is not installed."""
     if importlib.util.find_spec("zmq") is None:
         return
-    from kvshm.server_bench import Geometry, measure  # noqa: PLC0415  # needs the extra "server"
+    from kvshm.bench.server_process import Geometry, measure  # noqa: PLC0415  # needs the extra "server"
 
     small = Geometry(num_layers=2, num_blocks=32)
     for found in measure(small, rounds=1, token_counts=(256,)) if quick else measure():

@@ -133,10 +133,10 @@ def test_everything_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_the_server_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("zmq")
-    from kvshm import server_bench
+    from kvshm.bench import server_process
 
-    found = [server_bench.Measurement("round trip", 7.0, "us")]
-    monkeypatch.setattr(server_bench, "measure", lambda *a, **k: found)  # which takes half a minute
+    found = [server_process.Measurement("round trip", 7.0, "us")]
+    monkeypatch.setattr(server_process, "measure", lambda *a, **k: found)  # which takes half a minute
     run = run_bench(capsys, "--only", "server")
     assert run["amounts"] == [{"name": "server: round trip", "value": 7.0, "unit": "us"}]
 
