@@ -59,11 +59,11 @@ $(VENV)/.dev: $(NEEDS) | $(BIN)/pip
 $(INTEROP)/bin/pip:
 	$(PYTHON) -m venv --clear $(INTEROP)
 
-# Torch for CPUs, from where pip looks anyway if it is there. LMCache without its dependencies, which are CUDA's; the
-# list has what it imports on a host without an accelerator.
+# Torch for CPUs: from PyTorch's own index where pip finds none. LMCache without its dependencies, many of which are
+# CUDA's; the list has what it imports on a host without an accelerator. Most of it is never imported: not compiled.
 $(INTEROP)/.lmcache: tests/interop/requirements.txt | $(INTEROP)/bin/pip
-	$(INTEROP)/bin/pip install -q $(INTEROP_TORCH) || \
-	$(INTEROP)/bin/pip install -q $(INTEROP_TORCH) --extra-index-url $(TORCH_CPU_INDEX)
-	$(INTEROP)/bin/pip install -q --no-deps lmcache==0.5.6
-	$(INTEROP)/bin/pip install -q -r tests/interop/requirements.txt
+	$(INTEROP)/bin/pip install -q --no-compile $(INTEROP_TORCH) || \
+	$(INTEROP)/bin/pip install -q --no-compile $(INTEROP_TORCH) --extra-index-url $(TORCH_CPU_INDEX)
+	$(INTEROP)/bin/pip install -q --no-compile -r tests/interop/requirements.txt
+	$(INTEROP)/bin/pip install -q --no-compile --no-deps lmcache==0.5.6
 	touch $@
