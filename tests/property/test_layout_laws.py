@@ -82,6 +82,7 @@ def object_groups_part_the_kernel_groups_and_regions_the_objects(registration: R
     indices = [index for group in manager.object_groups for index in group.kernel_group_indices]
     assert sorted(indices) == list(range(len(manager.kernel_groups)))
     for object_group, group in enumerate(manager.object_groups):
+        assert list(group.kernel_group_indices) == sorted(group.kernel_group_indices)
         end = 0
         for index in group.kernel_group_indices:
             assert manager.offset_in_object(object_group, index) == end

@@ -268,6 +268,11 @@ class TestSeveralGroups:
         whole = register([latents(5), latents(7)], infos, full_sw_kv=True)
         assert [whole.get_kernel_group_offset_in_object(0, group) for group in range(2)] == [0, CHUNK * 5 * 2]
 
+    def test_planes_lie_in_the_object_as_its_window_is(self) -> None:
+        infos = [info(0, 0, 1, sw_size_tokens=8)]
+        [first, second] = register([latents(5), latents(5)], infos).kernel_group_planes(0)
+        assert (first.chunk_offset, second.chunk_offset, second.chunk_slot_nbytes) == (0, 8 * 5 * 2, 5 * 2)
+
     def test_a_group_of_another_object_has_no_offset(self, context: CPUCacheContext) -> None:
         assert context.get_kernel_group_offset_in_object(0, 3) == 144
         with pytest.raises(ValueError, match=r"kernel group 2 is not in object group 0, which has \[1, 3\]"):
@@ -412,7 +417,7 @@ class TestWarning:
     def test_without_such_a_mount_there_is_nothing_to_warn_of(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(context_module, "SHM_PATH", "/nonexistent")
+        monkeypatch.setattr(context_module, "SHM_DIR", "/nonexistent")
         register(layers())
         assert caplog.messages == []
 
@@ -429,3 +434,10 @@ def test_unsigned_block_ids_are_staged() -> None:
     assert view.tolist() == [5, 3]
     with pytest.raises(ValueError, match="64-bit"):
         context.stage_block_ids([np.array([2**63], dtype=np.uint64)])  # type: ignore[list-item]
+
+
+def test_a_closed_context_says_so_when_ids_are_staged() -> None:
+    context = CPUCacheContext([np.zeros((7, 4, 3), np.uint8)], 8, {"kv_layout": "NHD"})
+    context.close()
+    with pytest.raises(ValueError, match="closed"):
+        context.stage_block_ids([[1]])

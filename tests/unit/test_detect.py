@@ -64,6 +64,14 @@ class TestVllmLayers:
         assert detect([exposed] * 2, "vllm", NHD) == (nhd, [stored] * 2)
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 11), (3, 7, 11, 5, 3), (2, 7, 5, 3, 11, 3), (3, 7, 5, 1, 11, 3), (2,) * 7])
+def test_other_vllm_layers_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"no known vLLM layout is \[.*\] of float16; known are rank 3, 4, 5 with a K/V"
+    ):
+        detect_format([spec(*shape)], "vllm", NHD)
+
+
 def test_two_blocks_of_k_and_v_are_read_k_and_v_first() -> None:
     assert detect([spec(2, 2, 11, 5, 3)], "vllm", NHD)[0] is F.NL_X_TWO_NB_BS_NH_HS
 

@@ -80,6 +80,11 @@ class TestKernelGroups:
         assert [group.layer_indices for group in manager.kernel_groups] == [(0,), (1,)]
         assert [group.format for group in manager.kernel_groups] == [format, other_format]
 
+    def test_one_shape_of_two_formats_is_read_twice(self) -> None:
+        formats = [F.NL_X_NB_BS_NH_CS, F.NL_X_NB_NH_BS_CS]
+        manager = KVLayerGroupsManager([heads(7, 12, 3, 5)] * 2, formats, (), 12)
+        assert [(group.shape_desc.bs, group.shape_desc.nh) for group in manager.kernel_groups] == [(12, 3), (3, 12)]
+
     def test_engine_groups_part_layers_that_are_alike(self) -> None:
         manager = manage([latents(7, 3, 5)] * 3, [info(1, 0, 2), info(0, 1)])
         assert [(group.layer_indices, group.engine_group_idx) for group in manager.kernel_groups] == [
