@@ -61,7 +61,7 @@ class KernelGroupInfo:
 
     @property
     def engine_kv_format(self) -> EngineKVFormat | None:
-        """The seed's name for ``format``."""
+        """LMCache's name for ``format``."""
         return self.format
 
     @property
@@ -175,7 +175,7 @@ class KVLayerGroupsManager:
 
     @property
     def kv_layer_groups(self) -> tuple[KernelGroupInfo, ...]:
-        """The seed's name for :attr:`kernel_groups`."""
+        """LMCache's name for :attr:`kernel_groups`."""
         return self._kernel_groups
 
     @property
@@ -405,12 +405,13 @@ def _check_chunk_size(groups: Sequence[KernelGroupInfo], tokens_per_chunk: int) 
                 f"{tokens_per_chunk} tokens is no whole number; valid chunk sizes are multiples of {step}: {step}, "
                 f"{2 * step}, {3 * step} ..."
             )
-        if 0 < group.sw_size_tokens < tokens_per_chunk and group.sw_size_tokens % group.tokens_per_block:
+        window = group.sw_size_tokens
+        if 0 < window < tokens_per_chunk and window % group.tokens_per_block:
+            smaller = f"use a chunk of at most {window} tokens, a multiple of {step}, or " if step <= window else ""
             raise ValueError(
-                f"kernel group {index} has a sliding window of {group.sw_size_tokens} tokens, below the chunk of "
-                f"{tokens_per_chunk} and no whole number of its blocks of {group.tokens_per_block} tokens; the next "
-                f"chunk sizes that keep whole chunks instead are at most the window: multiples of {step} up to "
-                f"{group.sw_size_tokens}"
+                f"kernel group {index} has a sliding window of {window} tokens, below the chunk of {tokens_per_chunk} "
+                f"and no whole number of its blocks of {group.tokens_per_block} tokens; {smaller}report the window in "
+                f"whole blocks"
             )
 
 

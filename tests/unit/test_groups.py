@@ -182,9 +182,13 @@ class TestChunkSize:
 
     def test_a_window_below_it_is_a_whole_number_of_blocks(self) -> None:
         with pytest.raises(
-            ValueError, match="has a sliding window of 7 tokens, below the chunk of 48 and no whole number"
+            ValueError,
+            match="has a sliding window of 7 tokens, below the chunk of 48 and no whole number of its blocks of 3 tokens; "
+            "use a chunk of at most 7 tokens, a multiple of 3, or report the window in whole blocks",
         ):
             manage([latents(7, 3, 5)], [info(0, 0, sw_size_tokens=7)])
+        with pytest.raises(ValueError, match="no whole number of its blocks of 16 tokens; report the window in whole"):
+            manage([latents(7, 16, 5)], [info(0, 0, sw_size_tokens=7)])
         assert manage([latents(7, 3, 5)], [info(0, 0, sw_size_tokens=49)]).get_slots_per_chunk_in_sw(0) == 48
 
 
