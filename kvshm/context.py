@@ -23,6 +23,7 @@ from kvshm.formats.names import EngineKVFormat
 from kvshm.layout.engine_groups import EngineGroupInfo, engine_group_layer_indices
 from kvshm.layout.groups import KVLayerGroupsManager, PageBufferShapeDesc
 from kvshm.planes import PagedPlane, group_leaves, group_planes
+from kvshm.shm.objects import SHM_DIR
 from kvshm.staging import MAX_BATCH_SIZE, StagingBuffer
 from kvshm.stream import HostStream
 from kvshm.wrapper import ShmArrayWrapper
@@ -35,7 +36,6 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Owned = TypeVar("Owned")
 
 MAX_BLOCK_IDS = 1_000_000
-SHM_PATH = "/dev/shm"
 
 
 class CPUCacheContext:
@@ -88,7 +88,7 @@ class CPUCacheContext:
         ]
         self._planes: dict[int, tuple[PagedPlane, ...]] = {}
         self.transfer_plans: dict[int, Any] = {}  # per object group, what kvshm.transfer works out once
-        self._block_ids = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
+        self._block_ids: npt.NDArray[np.int64] | None = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
         self._staging: StagingBuffer | None = StagingBuffer(manager)
         self._stream = HostStream()
         self._high_priority_stream = HostStream(priority=-1)
@@ -103,14 +103,12 @@ class CPUCacheContext:
         self._staging = None
         self._planes = {}
         self.transfer_plans = {}
-        self._block_ids = np.empty(0, dtype=np.int64)
+        self._block_ids = None
 
     def _open(self, owned: Owned | None) -> Owned:
         if owned is None:
             raise ValueError("the cache context is closed; register the cache again")
         return owned
-
-    # The registered cache
 
     @property
     def device(self) -> str:
@@ -171,8 +169,6 @@ class CPUCacheContext:
         """Chunks that the staging buffer holds."""
         return MAX_BATCH_SIZE
 
-    # Streams: work on the host is done when the call returns
-
     @property
     def stream(self) -> HostStream:
         """The stream of transfers."""
@@ -193,14 +189,12 @@ class CPUCacheContext:
         """The same second stream."""
         return self._high_priority_stream
 
-    # Layout
-
     def blocks_for_tokens(self, num_logical_tokens: int, group_idx: int) -> int:
         """Whole blocks of a kernel group in that many tokens. IndexError: no such group."""
         return self._manager.calculate_num_blocks(group_idx, num_logical_tokens)
 
     def calculate_num_blocks(self, num_tokens: int, kernel_group_idx: int) -> int:
-        """The same by another name, arguments in the seed's order. IndexError: no such group."""
+        """The same by another name, arguments in LMCache's order. IndexError: no such group."""
         return self._manager.calculate_num_blocks(kernel_group_idx, num_tokens)
 
     def get_shape_desc(self, group_idx: int) -> PageBufferShapeDesc:
@@ -269,8 +263,6 @@ class CPUCacheContext:
             for group in self._manager.kernel_groups
         )
 
-    # Paged memory
-
     def get_group_kv_pointers(self, group_idx: int) -> npt.NDArray[np.int64]:
         """Addresses of a kernel group's arrays: per layer its planes; of K and V lists all K first; of a cross-layer
         array that one. IndexError: no such group."""
@@ -278,7 +270,7 @@ class CPUCacheContext:
         return self._group_pointers[group_idx]
 
     def get_kernel_group_kv_pointers(self, kernel_group_idx: int) -> npt.NDArray[np.int64]:
-        """The same by the seed's other name."""
+        """The same by LMCache's other name."""
         return self.get_group_kv_pointers(kernel_group_idx)
 
     def kernel_group_planes(self, kernel_group_idx: int) -> tuple[PagedPlane, ...]:
@@ -301,16 +293,15 @@ class CPUCacheContext:
         Raises:
             ValueError: More ids than the buffer holds (1,000,000), or one that is no 64-bit integer.
         """
+        staging = self._open(self._block_ids)
         counts = [len(ids) for ids in block_ids_per_group]
         total = sum(counts)
-        if total > len(self._block_ids):
-            raise ValueError(
-                f"{total} block ids came, but the staging buffer holds {len(self._block_ids)}; stage fewer chunks"
-            )
+        if total > len(staging):
+            raise ValueError(f"{total} block ids came, but the staging buffer holds {len(staging)}; stage fewer chunks")
         views = []
         end = 0
         for index, (ids, count) in enumerate(zip(block_ids_per_group, counts, strict=True)):
-            view = self._block_ids[end : end + count]
+            view = staging[end : end + count]
             if count:
                 given = np.asarray(ids)
                 fits = np.can_cast(given.dtype, np.int64) or (given.dtype.kind == "u" and given.max() < 2**63)
@@ -322,8 +313,6 @@ class CPUCacheContext:
             views.append(view)
             end += count
         return views
-
-    # Staging buffer
 
     def get_tmp_gpu_buffer_flat(self, chunk_idx: int) -> npt.NDArray[np.uint8]:
         """Bytes of one chunk slot. ValueError: no such slot."""
@@ -362,8 +351,6 @@ class CPUCacheContext:
             raise ValueError(f"batch_size is {batch_size}, but the staging buffer has {MAX_BATCH_SIZE} chunk slots")
         self._manager.kernel_group(group_idx)
         return [self.get_temp_kernel_group_buffer(batch, group_idx) for batch in range(batch_size)]
-
-    # Report
 
     def report_status(self) -> dict[str, Any]:
         """What is registered, as plain data."""
@@ -426,7 +413,7 @@ def _leaves(tree: ArrayTree) -> Iterator[Array]:
 
 def _check_shm_capacity(kv_nbytes: int) -> None:
     try:
-        status = os.statvfs(SHM_PATH)
+        status = os.statvfs(SHM_DIR)
     except OSError:
         return  # no such mount, so nothing to be short of
     if kv_nbytes > status.f_bavail * status.f_frsize:
@@ -441,7 +428,7 @@ def _warn_of_small_shm(kv_nbytes: int, total_nbytes: int) -> None:
         "restarts before this one ends will not fit. Enlarge it: mount -o remount,size=<N>G %s, docker run "
         "--shm-size=<N>g, or an emptyDir of medium Memory in Kubernetes",
         kv_nbytes,
-        SHM_PATH,
+        SHM_DIR,
         total_nbytes,
-        SHM_PATH,
+        SHM_DIR,
     )

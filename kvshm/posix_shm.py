@@ -13,7 +13,7 @@ import os
 import posix_ipc
 
 from kvshm.shm import pages
-from kvshm.shm.objects import create_object, open_object, posix_name
+from kvshm.shm.objects import create_object, open_object, posix_name, unlink_object
 
 __all__ = ["shm_create_readwrite", "shm_map_readwrite", "shm_munmap", "shm_unlink"]
 
@@ -33,11 +33,11 @@ def shm_create_readwrite(name: str, nbytes: int) -> int:
         FileExistsError: The name is taken.
         ShmFullError, PermissionError, OSError, ValueError: As their text says. Nothing is left of the attempt.
     """
-    fd, full_name, _ = create_object(nbytes, posix_name(name))
+    fd, full_name, key = create_object(nbytes, posix_name(name))
     try:
         return _map(fd, nbytes)
     except BaseException:
-        shm_unlink(full_name)
+        unlink_object(full_name, key)
         raise
     finally:
         os.close(fd)
@@ -73,13 +73,12 @@ def shm_munmap(addr: int, nbytes: int = 0) -> None:
         ValueError: ``nbytes`` is not the length that was mapped; nothing was unmapped.
     """
     length = _lengths.get(addr, 0)
-    if not length:
-        return
-    if nbytes not in (0, length):
+    if nbytes not in (0, length) and length:
         raise ValueError(f"{length} bytes are mapped at {addr:#x}, not {nbytes}; give that number, or 0 for all")
-    # Forgotten first: once unmapped, the address may be another mapping's before this thread goes on.
-    del _lengths[addr]
-    pages.unmap(addr, length)
+    # Forgotten first: once unmapped, the address may be another mapping's before this thread goes on. Of two threads
+    # that unmap the same one finds it.
+    if _lengths.pop(addr, None) is not None:
+        pages.unmap(addr, length)
 
 
 def shm_unlink(name: str) -> None:

@@ -23,6 +23,7 @@ __all__ = ["default_num_threads", "run_jobs"]
 Job: TypeAlias = Callable[[], None]
 
 MIN_NBYTES = 4 * 2**20
+MOST_THREADS = 32  # of all transfers together, the calling ones aside
 
 
 def default_num_threads(nbytes: int) -> int:
@@ -96,7 +97,7 @@ def _start_helpers(work: Callable[[], None], count: int) -> list[Future[None]]:
     if count < 1:
         return []
     helpers: list[Future[None]] = []
-    pool = _pool(os.getpid(), count)
+    pool = _pool(os.getpid())
     for _ in range(count):
         try:
             helpers.append(pool.submit(work))
@@ -106,6 +107,7 @@ def _start_helpers(work: Callable[[], None], count: int) -> list[Future[None]]:
 
 
 @cache
-def _pool(pid: int, size: int) -> ThreadPoolExecutor:
-    """The pool of this process. A forked child has another pid: threads do not survive a fork."""
-    return ThreadPoolExecutor(size, thread_name_prefix="kvshm-copy")
+def _pool(pid: int) -> ThreadPoolExecutor:
+    """The pool of this process, which starts a thread where none is idle. A forked child has another pid: threads do
+    not survive a fork."""
+    return ThreadPoolExecutor(max(MOST_THREADS, _num_cpus()), thread_name_prefix="kvshm-copy")

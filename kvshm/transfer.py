@@ -179,9 +179,6 @@ def scatter_chunks(
     _run(moves, num_threads, into_chunks=False)
 
 
-# What is worked out once
-
-
 def _plan(context: CPUCacheContext, object_group_idx: int) -> _ObjectGroup:
     plan = context.transfer_plans.get(object_group_idx)
     if plan is None:
@@ -221,9 +218,6 @@ def _make_group(context: CPUCacheContext, object_group_idx: int, kernel_group_id
         tokens_per_slot=group.tokens_per_block // group.slots_per_block,
         is_writable=all(plane.paged.flags.writeable for plane in paged_planes),
     )
-
-
-# What is checked
 
 
 def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
@@ -312,9 +306,6 @@ def _has_null_twice(group: _Group, pieces: list[Piece], null_block_id: int | Non
             f"only null_block_id ({null_block_id}) may be"
         )
     return bool(len(again))
-
-
-# What is run
 
 
 def _run(moves: list[_Moves], num_threads: int | None, *, into_chunks: bool) -> None:

@@ -93,12 +93,12 @@ def _check_complete(data: bytes | bytearray | memoryview) -> None:
 
 
 def _refuse_timestamps(value: Any) -> None:
-    if isinstance(value, msgpack.Timestamp):
-        raise WireError("unknown extension type -1 (timestamp)")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _refuse_timestamps(key)
-            _refuse_timestamps(item)
-    elif isinstance(value, list):
-        for item in value:
-            _refuse_timestamps(item)
+    left = [value]  # a stack of our own: the bytes say how deep it gets
+    while left:
+        item = left.pop()
+        if isinstance(item, msgpack.Timestamp):
+            raise WireError("unknown extension type -1 (timestamp)")
+        if isinstance(item, dict):
+            left += [*item.keys(), *item.values()]
+        elif isinstance(item, list):
+            left += item

@@ -122,9 +122,6 @@ def normalize_and_discover_per_layer_formats(
     )
 
 
-# Structures
-
-
 def _is_leaf(x: object) -> TypeGuard[Leaf]:
     return isinstance(x, (np.ndarray, ArraySpec))
 
@@ -195,9 +192,6 @@ def _check_fits(name: Format, entry: Entry) -> None:
                 f"planes {list(first.shape)} and {list(leaf.shape)} of one layer differ in blocks or slots; all planes "
                 f"of a layer share the block ids"
             )
-
-
-# Engines
 
 
 def _vllm_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:

@@ -111,7 +111,10 @@ def _cgroup_rooms(proc: str = "/proc", root: str = "/sys/fs/cgroup") -> Iterator
                 stat = _read_numbers(f"{folder}/memory.stat")
                 pages = ("total_cache", "total_shmem") if is_v1 else ("file", "shmem")
                 dropped = max(stat.get(pages[0], 0) - stat.get(pages[1], 0), 0) + stat.get("slab_reclaimable", 0)
-                yield Room("the memory limit of a control group", max(limit - used + dropped, 0) + swap_free, limit)
+                swap_limit = _read_numbers(f"{folder}/memory.swap.max").get("")
+                swap_used = _read_numbers(f"{folder}/memory.swap.current").get("", 0)
+                swap = swap_free if swap_limit is None else min(swap_free, max(swap_limit - swap_used, 0))
+                yield Room("the memory limit of a control group", max(limit - used + dropped, 0) + swap, limit)
             if not path:
                 break
             path = path.rpartition("/")[0]

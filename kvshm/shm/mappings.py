@@ -160,6 +160,14 @@ def _unlink_all_owned() -> None:
         unlink_owned(key)
 
 
+def _sweep_if_possible() -> list[str]:
+    """Sweep on the way to something else, which must not fail because names cannot be listed."""
+    try:
+        return sweep()
+    except OSError:
+        return []
+
+
 def create_owned(
     nbytes: int, name: str | None = None, mode: int = 0o600, *, reserve: bool = True
 ) -> tuple[int, str, Key]:
@@ -168,11 +176,11 @@ def create_owned(
     with _table.lock:
         is_first, _table.swept = not _table.swept, True
     if is_first:
-        sweep()
+        _sweep_if_possible()
     try:
         fd, full_name, key = create_object(nbytes, name, mode, reserve=reserve)
     except ShmFullError:
-        if not sweep():  # what processes left that died meanwhile
+        if not _sweep_if_possible():  # what processes left that died meanwhile
             raise
         fd, full_name, key = create_object(nbytes, name, mode, reserve=reserve)
     _table.owned[key] = full_name

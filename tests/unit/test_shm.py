@@ -15,7 +15,7 @@ import pytest
 import kvshm
 from kvshm import Segment
 from kvshm.dtypes import DTYPES
-from kvshm.shm import pages
+from kvshm.shm import mappings, pages
 from kvshm.shm import segments as shm
 from tests.support.memory import PAGE, exists, fill, num_descriptors, num_mappings
 
@@ -381,3 +381,12 @@ def test_a_directory_is_no_segment(segment_name: str) -> None:
             Segment.attach(segment_name)
     finally:
         os.rmdir(f"/dev/shm{segment_name}")
+
+
+def test_names_that_cannot_be_listed_stop_no_creation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise PermissionError("not allowed to list")
+
+    monkeypatch.setattr(mappings, "sweep", refused)
+    monkeypatch.setattr(mappings._table, "swept", False)
+    assert kvshm.zeros((3,), "uint8").tolist() == [0, 0, 0]

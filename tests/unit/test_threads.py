@@ -101,14 +101,14 @@ def test_jobs_may_fail_while_they_are_made() -> None:
 
 
 def test_nobody_waits_for_helpers_that_are_busy_elsewhere() -> None:
-    size = 2
+    size = max(threads.MOST_THREADS, threads._num_cpus())
     busy, release = threading.Barrier(size + 1, timeout=60), threading.Event()
 
     def hold() -> None:
         busy.wait()
         assert release.wait(60)
 
-    pool = threads._pool(os.getpid(), size)
+    pool = threads._pool(os.getpid())
     held = [pool.submit(hold) for _ in range(size)]
     busy.wait()
     done: list[int] = []
@@ -134,13 +134,22 @@ def test_several_callers_share_the_threads() -> None:
     with ThreadPoolExecutor(len(sums)) as callers:
         list(callers.map(call, range(len(sums))))
     assert sums == [sum(range(200))] * len(sums)
-    assert threads._pool(os.getpid(), 2) is threads._pool(os.getpid(), 2)
 
 
 def test_without_new_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ThreadPoolExecutor(1)
     pool.shutdown()  # takes no work any more, as when the interpreter shuts down
-    monkeypatch.setattr(threads, "_pool", lambda pid, size: pool)
+    monkeypatch.setattr(threads, "_pool", lambda pid: pool)
     done: list[int] = []
     run_jobs((partial(done.append, number) for number in range(5)), 4)
     assert done == list(range(5))
+
+
+def test_transfers_of_all_sizes_share_their_threads() -> None:
+    def jobs(count: int) -> Iterator[threads.Job]:
+        return iter([lambda: None] * count)
+
+    for count in range(2, 9):
+        threads.run_jobs(jobs(4 * count), count)
+    named = [thread for thread in threading.enumerate() if thread.name.startswith("kvshm-copy")]
+    assert len(named) <= threads.MOST_THREADS

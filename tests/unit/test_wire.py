@@ -170,3 +170,14 @@ def test_a_timestamp_is_refused_however_it_is_written(data: str) -> None:
         wire.unpack(bytes.fromhex(data))
     with pytest.raises(WireError, match=r"timestamp|not one MessagePack value"):
         wire.unpack(b"\x92\x01" + bytes.fromhex(data))
+
+
+def test_nesting_that_looks_like_a_timestamp_is_an_error_of_the_wire_or_none() -> None:
+    data = b"\x91" * 1000 + b"\xc4\x02\xd6\xff"
+    try:
+        value = wire.unpack(data)
+    except WireError:
+        return
+    for _ in range(1000):
+        [value] = value
+    assert value == b"\xd6\xff"
