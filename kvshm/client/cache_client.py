@@ -163,7 +163,6 @@ class CacheClient(PlainOperations):
             self._raises,
         )
         engine.register_with(info)
-        self._link.add(engine)
         return engine
 
     def close(self) -> None:

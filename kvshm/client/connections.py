@@ -86,7 +86,7 @@ class Connection:
         Raises:
             ServerUnreachableError: The server is not there.
         """
-        uid = next(self._next_uid)
+        uid = self.uid = next(self._next_uid)
         frames = [_UIDS[uid], operation, *payload]
         try:
             self.socket.send_multipart(frames)
@@ -101,7 +101,6 @@ class Connection:
                 self.socket.send_multipart(frames)
             except zmq.Again:
                 raise ServerUnreachableError(f"the cache server at {self._url} went away") from None
-        self.uid = uid
         return uid
 
     def receive(self, uid: int, deadline: float, what: str) -> Reply:
@@ -138,7 +137,8 @@ class Connection:
     def poll(self, uid: int) -> bool:
         """Whether the reply to a request has come, without waiting. Drops it."""
         while self.socket.poll(0):
-            if _read_reply(self.socket.recv_multipart(), uid) is not None:
+            frames = self.socket.recv_multipart()
+            if len(frames) > 1 and frames[0] == _UIDS[uid]:
                 return True
         return False
 

@@ -78,8 +78,8 @@ class Engine:
         self._lock = threading.RLock()
         self._lookups: deque[_Lookup] = deque()
         self._generation = 0  # registrations so far
-        self._is_registered = False
-        self._is_over = False  # the caller has unregistered it
+        self._server: ServerInfo | None = None  # that it is registered with
+        self._is_over = False  # unregistered for good
 
     @property
     def instance_id(self) -> int:
@@ -94,7 +94,12 @@ class Engine:
     @property
     def is_registered(self) -> bool:
         """Whether the server knows this engine, as far as is known here."""
-        return self._is_registered and self._link.is_up
+        return self._server is not None and self._link.is_up
+
+    @property
+    def server(self) -> ServerInfo | None:
+        """The server that this engine was registered with last; None: none takes it."""
+        return self._server
 
     def store(self, token_ids: Ints, block_ids: BlockIds) -> int:
         """Cache the whole chunks of a prefix; gives how many tokens are cached then, 0 if that did not work.
@@ -186,10 +191,10 @@ class Engine:
         if self._link.is_inherited:
             return
         self._is_over = True
-        self._link.remove(self)
         with self._lock:
-            if self._is_registered:
-                self._is_registered = False
+            self._link.remove(self)
+            if self._server is not None:
+                self._server = None
                 while self._lookups:
                     self._forget(self._lookups.pop(), is_farewell=True)
                 self._attempt(self._transfers.unregister, is_farewell=True)
@@ -206,35 +211,35 @@ class Engine:
     # For the link
 
     def register_with(self, info: ServerInfo) -> None:
-        """Register. Logs why where a server that came back does not take this engine.
+        """Register, unless it is over, and be kept so by the link.
 
         Raises:
-            CacheServerError, ServerTimeoutError, ServerUnreachableError: At the first registration, as their text
-                says; later only those of an absent server.
-            ValueError: The server's chunk size is another than before.
+            CacheServerError: The server does not take this engine; or its chunks have another size than before.
+            ServerTimeoutError, ServerUnreachableError: It is not there.
         """
         with self._lock:
-            if info.chunk_size != self.chunk_size:
-                self._is_registered = False
-                _logger.error(
-                    "kvshm: the cache server came back with chunks of %d tokens, but this engine is registered for "
-                    "chunks of %d; it goes on without cache until it is registered anew",
-                    info.chunk_size,
-                    self.chunk_size,
-                )
+            if self._is_over:
                 return
+            self._server = None
+            if info.chunk_size != self.chunk_size:
+                raise CacheServerError(
+                    f"the cache server came back with chunks of {info.chunk_size} tokens, but this engine is "
+                    f"registered for chunks of {self.chunk_size}; make a new client and register anew"
+                )
             self._transfers.register(info)
             # From the first ping on, silence is judged by the shorter limit, also if this process dies right now.
             self._link.ping(self.instance_id)
             self._lookups.clear()
             self._generation += 1
-            self._is_registered = True
+            self._server = info
+            self._link.add(self)
 
     def say_farewell(self, timeout_s: float) -> None:
         """Unregister, if that can be done in this time."""
+        self._is_over = True
         with self._lock:
-            if self._is_registered and timeout_s > 0:
-                self._is_registered = False
+            if self._server is not None and timeout_s > 0:
+                self._server = None
                 try:
                     self._transfers.unregister(timeout_s)
                 except _SERVER_ERRORS as error:
@@ -258,10 +263,12 @@ class Engine:
                 return work() or 0
             except NotRegisteredError:
                 with self._lock:
+                    if self._is_over:
+                        return 0
                     if self._generation == generation:  # else another thread has registered again
-                        self.register_with(self._link.info(again=True))
+                        self._link.register_again(self, self._link.info(again=True))
                 return work() or 0
-        except OSError as error:  # it did not answer, is not there, or its pool went while it was being mapped
+        except OSError as error:  # it did not answer, or is not there
             self._link.mark_down(error)
             if self._raises:
                 raise
@@ -269,6 +276,9 @@ class Engine:
             self._link.last_error = str(error)
             _logger.info("kvshm: a miss: %s", self._link.last_error)
             if self._raises:
+                raise
+        except ValueError:
+            if not self._is_over:  # else the client was closed meanwhile
                 raise
         return 0
 

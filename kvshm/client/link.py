@@ -6,6 +6,7 @@ back, or turns out to be another process than before, the heartbeat registers ev
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -33,8 +34,17 @@ class Member(Protocol):
     def instance_id(self) -> int:
         """What the server knows it by."""
 
+    @property
+    def server(self) -> ServerInfo | None:
+        """The server that it was registered with last."""
+
     def register_with(self, info: ServerInfo) -> None:
-        """Register with a server that does not know this member (any more)."""
+        """Register with a server that does not know this member (any more), and add it to the link.
+
+        Raises:
+            CacheServerError, WireError: The server does not take it.
+            ServerTimeoutError, ServerUnreachableError: The server is not there.
+        """
 
     def say_farewell(self, timeout_s: float) -> None:
         """Unregister, if that can be done in this time."""
@@ -95,10 +105,25 @@ class ServerLink(PlainOperations):
                 self._thread = threading.Thread(target=self._beat, name="kvshm-heartbeat", daemon=True)
                 self._thread.start()
 
-    def remove(self, member: Member) -> None:
-        """Stop keeping it."""
+    def remove(self, member: Member) -> bool:
+        """Stop keeping it; gives whether it was kept."""
         with self._lock:
-            self._members.pop(member.instance_id, None)
+            return self._members.pop(member.instance_id, None) is not None
+
+    def register_again(self, member: Member, info: ServerInfo) -> None:
+        """Register a member with a server that came back. One that is refused is dropped; the others stay.
+
+        Raises:
+            CacheServerError, WireError: The server does not take it. That has been logged.
+            ServerTimeoutError, ServerUnreachableError: The server is not there.
+        """
+        try:
+            member.register_with(info)
+        except (CacheServerError, wire.WireError) as error:
+            self.last_error = str(error)
+            if self.remove(member):
+                _logger.error("kvshm: instance %d goes on without cache: %s", member.instance_id, self.last_error)
+            raise
 
     def close(self) -> None:
         """Unregister what is registered, within half a second, and close; idempotent."""
@@ -145,14 +170,20 @@ class ServerLink(PlainOperations):
             info = replace(before, chunk_size=self.get_chunk_size(timeout_s=_PROBE_TIMEOUT_S))
         else:
             info = probe(self._connections, _PROBE_TIMEOUT_S)
-        is_other = before is None or info.boot_token != before.boot_token or info.is_kvshm != before.is_kvshm
         # A real LMCache server has no boot token; once it was away it may be another.
-        if is_other or (not was_up and not info.is_kvshm):
-            for member in self._snapshot():
-                member.register_with(info)
+        is_doubtful = not was_up and not info.is_kvshm
+        for member in self._snapshot():
+            if is_doubtful or not _is_same(member.server, info):
+                with contextlib.suppress(CacheServerError, wire.WireError):  # one that is refused; it has been logged
+                    self.register_again(member, info)
         self._info = info
         for member in self._snapshot():
             self.ping(member.instance_id, timeout_s=_PROBE_TIMEOUT_S)
         if not was_up:
             _logger.warning("kvshm: the cache server at %s is back", self._connections.url)
         self.is_up = True
+
+
+def _is_same(known: ServerInfo | None, info: ServerInfo) -> bool:
+    # Of the member and not of the link: an engine that met the new server first has told the link, not the others.
+    return known is not None and (known.boot_token, known.is_kvshm) == (info.boot_token, info.is_kvshm)

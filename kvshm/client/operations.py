@@ -15,6 +15,7 @@ from typing import Any
 from kvshm import wire
 from kvshm._version import __version__
 from kvshm.client.connections import CacheServerError, Connections, Reply
+from kvshm.client.replies import copied, count, decoded, fields, optional_count
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import Ints, token_array
 from kvshm.protocol import OPERATIONS, PROTOCOL_VERSION, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
@@ -57,11 +58,11 @@ def probe(connections: Connections, timeout_s: float) -> ServerInfo:
         size = connection.send(FRAMES["get_chunk_size"], [], deadline)
         first = connection.receive_any((hello, size), deadline, "kvshm_hello")
         if first[0] == size:
-            info = ServerInfo(is_kvshm=False, chunk_size=int(first[1].result))
+            info = ServerInfo(is_kvshm=False, chunk_size=decoded("get_chunk_size", count, first[1].result))
         else:
             now_ns = time.monotonic_ns()
             connection.receive(size, deadline, "get_chunk_size")
-            info = _read_hello(first[1], now_ns)
+            info = decoded("kvshm_hello", lambda hello: _read_hello(hello, now_ns), _result(first[1]))
     except BaseException:
         connections.discard(connection)
         raise
@@ -69,8 +70,13 @@ def probe(connections: Connections, timeout_s: float) -> ServerInfo:
     return info
 
 
-def _read_hello(reply: Reply, now_ns: int) -> ServerInfo:
-    hello = reply.result
+def _result(reply: Reply) -> Any:
+    if reply.reason is not None:
+        raise CacheServerError(f"kvshm_hello: {reply.reason}")
+    return reply.result
+
+
+def _read_hello(hello: Any, now_ns: int) -> ServerInfo:
     if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL_VERSION:
         theirs = hello.get("protocol") if isinstance(hello, dict) else None
         version = hello.get("version") if isinstance(hello, dict) else None
@@ -80,11 +86,11 @@ def _read_hello(reply: Reply, now_ns: int) -> ServerInfo:
         )
     return ServerInfo(
         is_kvshm=True,
-        chunk_size=int(hello["chunk_size"]),
+        chunk_size=count(hello["chunk_size"]),
         boot_token=str(hello["boot_token"]),
         version=str(hello["version"]),
         # It read its clock before now, so this errs to the early side: a deadline comes rather too soon.
-        clock_offset_ns=int(hello["clock_ns"]) - now_ns,
+        clock_offset_ns=count(hello["clock_ns"]) - now_ns,
         prepare_ttl_s=float(hello["prepare_ttl_s"]),
     )
 
@@ -147,8 +153,8 @@ class PlainOperations:
     ) -> tuple[bytes, bool]:
         """Let the server gather chunks."""
         ids = encode_block_ids(block_ids, as_bytes=False)
-        handle, ok = self.request("store", _key(key), instance_id, ids, event_handle, timeout_s=timeout_s)
-        return handle, ok
+        result = self.request("store", _key(key), instance_id, ids, event_handle, timeout_s=timeout_s)
+        return decoded("store", copied, result)
 
     def retrieve(
         self,
@@ -162,10 +168,10 @@ class PlainOperations:
     ) -> tuple[bytes, bool]:
         """Let the server scatter chunks."""
         ids = encode_block_ids(block_ids, as_bytes=False)
-        handle, ok = self.request(
+        result = self.request(
             "retrieve", _key(key), instance_id, ids, event_handle, skip_first_n_tokens, timeout_s=timeout_s
         )
-        return handle, ok
+        return decoded("retrieve", copied, result)
 
     def lookup(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
         """Start a lookup; :meth:`query_prefetch_status` tells its result."""
@@ -173,11 +179,13 @@ class PlainOperations:
 
     def query_prefetch_status(self, request_id: str, *, timeout_s: float | None = None) -> int | None:
         """Chunks found, told once; None while the lookup runs; 0 for an unknown id."""
-        return _count(self.request("query_prefetch_status", request_id, timeout_s=timeout_s))
+        result = self.request("query_prefetch_status", request_id, timeout_s=timeout_s)
+        return decoded("query_prefetch_status", optional_count, result)
 
     def wait_prefetch_status(self, request_id: str, timeout: float, *, timeout_s: float | None = None) -> int | None:
         """The same, waiting on the server for up to ``timeout`` seconds."""
-        return _count(self.request("wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s))
+        result = self.request("wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s)
+        return decoded("wait_prefetch_status", optional_count, result)
 
     def free_lookup_locks(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
         """Release what is left of a lookup's read locks."""
@@ -191,9 +199,9 @@ class PlainOperations:
         self, spec: EngineDrivenSpec | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Register an engine that copies by itself; gives ``shm_name`` and ``pool_size`` of the server's pool."""
-        fields = asdict(spec) if isinstance(spec, EngineDrivenSpec) else dict(spec)
-        result = self.request("register_kv_cache_engine_driven_context", fields, timeout_s=timeout_s)
-        return dict(result or {})
+        spec_fields = asdict(spec) if isinstance(spec, EngineDrivenSpec) else dict(spec)
+        result = self.request("register_kv_cache_engine_driven_context", spec_fields, timeout_s=timeout_s)
+        return decoded("register_kv_cache_engine_driven_context", fields, result)
 
     def unregister_kv_cache_engine_driven_context(self, instance_id: int, *, timeout_s: float | None = None) -> None:
         """Drop an engine that copies by itself."""
@@ -201,7 +209,9 @@ class PlainOperations:
 
     def prepare_store(self, key: Key, instance_id: int, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Borrow slots to write into."""
-        return dict(self.request("prepare_store", _key(key), instance_id, timeout_s=timeout_s) or {})
+        return decoded(
+            "prepare_store", fields, self.request("prepare_store", _key(key), instance_id, timeout_s=timeout_s)
+        )
 
     def commit_store(self, key: Key, instance_id: int, data: bytes = b"", *, timeout_s: float | None = None) -> bool:
         """Publish what was written."""
@@ -209,7 +219,8 @@ class PlainOperations:
 
     def prepare_retrieve(self, key: Key, instance_id: int, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Borrow slots to read from."""
-        return dict(self.request("prepare_retrieve", _key(key), instance_id, timeout_s=timeout_s) or {})
+        result = self.request("prepare_retrieve", _key(key), instance_id, timeout_s=timeout_s)
+        return decoded("prepare_retrieve", fields, result)
 
     def commit_retrieve(self, key: Key, instance_id: int, *, timeout_s: float | None = None) -> bool:
         """Tell that the slots have been read."""
@@ -221,7 +232,7 @@ class PlainOperations:
 
     def get_chunk_size(self, *, timeout_s: float | None = None) -> int:
         """Tokens of a chunk."""
-        return int(self.request("get_chunk_size", timeout_s=timeout_s))
+        return decoded("get_chunk_size", count, self.request("get_chunk_size", timeout_s=timeout_s))
 
     def ping(self, instance_id: int | None = None, *, timeout_s: float | None = None) -> bool:
         """A sign of life."""
@@ -245,21 +256,17 @@ class PlainOperations:
 
     def get_experimental(self, *, timeout_s: float | None = None) -> list[str]:
         """Capabilities of the server."""
-        return list(self.request("get_experimental", timeout_s=timeout_s))
+        return decoded("get_experimental", list, self.request("get_experimental", timeout_s=timeout_s))
 
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """How a kvshm server is; a real LMCache server does not answer this."""
-        return dict(self.request("kvshm_status", timeout_s=timeout_s))
+        return decoded("kvshm_status", fields, self.request("kvshm_status", timeout_s=timeout_s))
 
 
 def _key(key: Key) -> dict[str, Any]:
     if isinstance(key, CacheKey):
         return encode_key(key, as_bytes=False)
-    fields = dict(key)
-    if not isinstance(fields.get("token_ids"), bytes):
-        fields["token_ids"] = token_array(fields["token_ids"]).tolist()
-    return fields
-
-
-def _count(result: Any) -> int | None:
-    return None if result is None else int(result)
+    given = dict(key)
+    if not isinstance(given.get("token_ids"), bytes):
+        given["token_ids"] = token_array(given["token_ids"]).tolist()
+    return given

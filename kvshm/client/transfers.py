@@ -6,10 +6,12 @@ asynchronous and whose retrieves need the read locks of a lookup.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -17,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.client.connections import CacheServerError, Connection, ServerTimeoutError
+from kvshm.client.connections import CacheServerError, Connection, ServerTimeoutError, ServerUnreachableError
 from kvshm.client.link import ServerLink
 from kvshm.client.operations import FRAMES, ServerInfo
+from kvshm.client.replies import Slot, copied, count, decoded, fields, lent_to_retrieve, lent_to_store
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_name
 from kvshm.layout import ObjectGroupInfo, all_null_chunk_masks
@@ -30,6 +33,7 @@ from kvshm.transfer import gather_chunks, scatter_chunks
 __all__ = ["EngineDrivenTransfers", "NotRegisteredError", "Registered", "ServerDrivenTransfers", "Transfers"]
 
 _EVENT = b"kvshm"
+_logger = logging.getLogger("kvshm")
 _WAIT_SLICE_S = 0.05
 
 BlockIds = Sequence[NDArray[np.int64]]
@@ -48,7 +52,7 @@ class Transfers(Protocol):
         """Register with this server."""
 
     def unregister(self, timeout_s: float | None = None) -> None:
-        """Unregister."""
+        """Unregister, once no copy of this process runs; if one runs for too long, leave it to the server's lease."""
 
     def check_block_ids(self, block_ids: BlockIds) -> None:
         """ValueError: an id is no block. Nothing has been sent."""
@@ -88,7 +92,7 @@ class Registered:
 
 @dataclass(slots=True, eq=False)
 class _Unsettled:
-    """A request whose reply did not come in time."""
+    """A request that was sent, and whose reply did not come in time or could not be read."""
 
     connection: Connection
     uid: int
@@ -114,20 +118,20 @@ class _Base:
         """One request; blocks that it copies from or to are remembered if its reply does not come in time."""
         connections = self._link.connections
         deadline = time.monotonic() + connections.timeout_s
+        frames = [wire.pack(value) for value in payload]
         connection = connections.take()
-        uid = -1
         try:
-            uid = connection.send(FRAMES[operation], [wire.pack(value) for value in payload], deadline)
-            reply = connection.receive(uid, deadline, operation)
-        except ServerTimeoutError:
+            reply = connection.receive(connection.send(FRAMES[operation], frames, deadline), deadline, operation)
+        except ServerUnreachableError:
+            connections.discard(connection)
+            raise
+        except BaseException:  # it is late, or no reply, or Ctrl-C came: the server may copy all the same
             if block_ids is None:
                 connections.discard(connection)
             else:
                 with self._lock:
-                    self._unsettled.append(_Unsettled(connection, uid, block_ids))
-            raise
-        except BaseException:
-            connections.discard(connection)
+                    self._drop_settled()
+                    self._unsettled.append(_Unsettled(connection, connection.uid, block_ids))
             raise
         connections.give(connection)
         if reply.reason is not None:
@@ -138,9 +142,10 @@ class _Base:
     def lookup(self, key: CacheKey, worker_id: int) -> int:
         """Chunks found; this worker's are locked for one retrieve."""
         if self._is_kvshm:
-            fields = encode_key(replace(key, token_ids=key.token_ids[:0]), as_bytes=True)
+            key_fields = encode_key(replace(key, token_ids=key.token_ids[:0]), as_bytes=True)
             tokens = key.token_ids.tobytes()
-            return int(self._request("kvshm_lookup", fields, self.instance_id, worker_id, tokens))
+            result = self._request("kvshm_lookup", key_fields, self.instance_id, worker_id, tokens)
+            return self._plausible(decoded("kvshm_lookup", count, result), key)
         self._link.lookup(key)
         deadline = time.monotonic() + self._link.connections.timeout_s
         while True:
@@ -152,10 +157,17 @@ class _Base:
                 break
             if not left_s:
                 raise ServerTimeoutError(f"the lookup {key.request_id} did not end in time")
+        self._plausible(found, key)
         # It has locked the chunks of all workers. The others look up and retrieve by themselves.
         for other in range(key.world_size if found else 0):
             if other != worker_id:
                 self._link.free_lookup_locks(replace(key, worker_id=other))
+        return found
+
+    def _plausible(self, found: int, key: CacheKey) -> int:
+        assert self._info is not None
+        if found * self._info.chunk_size > key.end:
+            raise CacheServerError(f"the server found {found} chunks of {self._info.chunk_size} in {key.end} tokens")
         return found
 
     def end(self, request_id: str, unread: CacheKey | None = None) -> None:
@@ -172,16 +184,19 @@ class _Base:
     def unsettled_block_ids(self, num_kernel_groups: int) -> list[set[int]]:
         """Per kernel group, blocks that the server may still be reading or writing."""
         with self._lock:
-            for late in list(self._unsettled):
-                # Gone, or answered: either way it no longer copies.
-                if not late.connection.is_connected or late.connection.poll(late.uid):
-                    self._unsettled.remove(late)
-                    self._link.connections.discard(late.connection)
+            self._drop_settled()
             blocks: list[set[int]] = [set() for _ in range(num_kernel_groups)]
             for late in self._unsettled:
                 for group, ids in zip(blocks, late.block_ids, strict=True):
                     group.update(ids.tolist())
             return blocks
+
+    def _drop_settled(self) -> None:
+        for late in list(self._unsettled):
+            # Gone, or answered: either way it no longer copies.
+            if not late.connection.is_connected or late.connection.poll(late.uid):
+                self._unsettled.remove(late)
+                self._link.connections.discard(late.connection)
 
     def forget_late_replies(self) -> None:
         """Wait for none of them any more."""
@@ -252,7 +267,7 @@ class ServerDrivenTransfers(_Base):
         if info.is_kvshm:
             # Past this the server publishes nothing that it gathered: the engine may have changed the blocks by then.
             payload.append(time.monotonic_ns() + int(self._link.connections.timeout_s * 1e9) + info.clock_offset_ns)
-        handle, ok = self._request(operation, *payload, block_ids=block_ids)
+        handle, ok = decoded(operation, copied, self._request(operation, *payload, block_ids=block_ids))
         if not ok and not handle:
             # How a real LMCache server answers an engine that it does not know.
             raise NotRegisteredError(f"{operation}: the server refused instance {self.instance_id}")
@@ -288,6 +303,9 @@ class EngineDrivenTransfers(_Base):
         self._nbytes = self._manager.object_nbytes(0)
         # While this process lives, a server that has not heard of it lends its slots to nobody else.
         self._life_sign = Segment.create(1)
+        self._copies = threading.Condition()
+        self._num_copies = 0  # that hold slots, or are about to
+        self._is_over = False
 
     def register(self, info: ServerInfo) -> None:
         """Register with this server and map its pool."""
@@ -306,10 +324,29 @@ class EngineDrivenTransfers(_Base):
                 "the server has no pool in shared memory; start the LMCache server with --shm-name NAME (its other "
                 "way to take chunks, pickle, runs code that the other side sends)"
             )
-        self._pool = Segment.attach(str(name), int(nbytes)).array((int(nbytes),), "uint8")
+        try:
+            self._pool = Segment.attach(str(name), int(nbytes)).array((int(nbytes),), "uint8")
+        except (OSError, ValueError, TypeError) as error:
+            raise CacheServerError(f"the server's pool {name!r} of {nbytes} bytes cannot be mapped: {error}") from error
 
     def unregister(self, timeout_s: float | None = None) -> None:
-        """Unregister and let go of the pool."""
+        """Unregister and let go of the pool, once no copy runs; if one runs for too long, leave it to the lease.
+
+        The server gives the slots of an engine that unregisters to others at once.
+        """
+        limit_s = self._link.connections.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        with self._copies:
+            self._is_over = True
+            if not self._copies.wait_for(lambda: not self._num_copies, limit_s):
+                _logger.warning(
+                    "kvshm: instance %d still copies, so it is not unregistered; the server drops it when it has been "
+                    "silent for long enough",
+                    self.instance_id,
+                )
+                return
+        if timeout_s is not None:
+            timeout_s = max(timeout_s - (time.monotonic() - started), 0.0)
         self._link.unregister_kv_cache_engine_driven_context(self.instance_id, timeout_s=timeout_s)
         self._pool = None
         self._life_sign.unlink()
@@ -326,19 +363,19 @@ class EngineDrivenTransfers(_Base):
         end = num_chunks * self._context.lmcache_tokens_per_chunk
         key = replace(key, token_ids=key.token_ids[:end], end=end)
         payload = [encode_key(key, as_bytes=self._is_kvshm), self.instance_id]
-        pool, started = self._mapped_pool(), time.monotonic()
-        context = dict(self._request("prepare_store", *payload)).get("context") or {}
-        slots, indices = context.get("slots"), context.get("chunk_indices")
-        if slots is None or indices is None:
-            return 0
-        if not slots:
-            return num_chunks
-        chunks: list[NDArray[np.uint8] | None] = [None] * num_chunks
-        for slot, index in zip(slots, indices, strict=True):
-            chunks[index] = self._slot(pool, slot)
-        self._check_loan(pool, started)
-        gather_chunks(self._context, self._cut(block_ids, num_chunks), chunks)
-        return num_chunks if self._request("commit_store", *payload, b"") else 0
+        with self._copying():
+            pool, started = self._mapped_pool(), time.monotonic()
+            slots = decoded("prepare_store", lent_to_store, self._request("prepare_store", *payload))
+            if slots is None:
+                return 0
+            if not slots:
+                return num_chunks
+            if max(slots) >= num_chunks:
+                raise CacheServerError(f"the server lent a slot for chunk {max(slots)} of {num_chunks}")
+            chunks = [self._bytes_of(pool, slots[index]) if index in slots else None for index in range(num_chunks)]
+            self._check_loan(pool, started)
+            gather_chunks(self._context, self._cut(block_ids, num_chunks), chunks)
+            return num_chunks if self._request("commit_store", *payload, b"") else 0
 
     def retrieve(self, key: CacheKey, block_ids: BlockIds, skip_first_n_tokens: int, *, is_locked: bool) -> int:
         """Chunks written: all or 0."""
@@ -351,26 +388,41 @@ class EngineDrivenTransfers(_Base):
             self._link.free_lookup_locks(key)
             return 0
         payload = [encode_key(key, as_bytes=self._is_kvshm), self.instance_id]
-        pool, started = self._mapped_pool(), time.monotonic()
-        reply = dict(self._request("prepare_retrieve", *payload))
-        if not reply.get("success"):
-            return 0
-        slots = reply["context"]["slots"]
+        with self._copying():
+            pool, started = self._mapped_pool(), time.monotonic()
+            reply = self._request("prepare_retrieve", *payload)
+            if not decoded("prepare_retrieve", fields, reply).get("success"):
+                return 0
+            try:
+                slots = decoded("prepare_retrieve", lent_to_retrieve, reply)
+                if len(slots) != num_chunks:
+                    raise CacheServerError(f"the server lent {len(slots)} slots for {num_chunks} chunks")
+                self._check_loan(pool, started)
+                scatter_chunks(
+                    self._context,
+                    self._cut(block_ids, num_chunks),
+                    [self._bytes_of(pool, slot) for slot in slots],
+                    0,
+                    skip_first_n_tokens,
+                    self._null_block_id,
+                )
+            finally:
+                is_good = self._request("commit_retrieve", *payload)
+            return num_chunks if is_good else 0
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """From before slots are lent until they are given back, no farewell is said."""
+        with self._copies:
+            if self._is_over:
+                raise NotRegisteredError(f"instance {self.instance_id} was unregistered")
+            self._num_copies += 1
         try:
-            if len(slots) != num_chunks:
-                raise CacheServerError(f"the server lent {len(slots)} slots for {num_chunks} chunks")
-            self._check_loan(pool, started)
-            scatter_chunks(
-                self._context,
-                self._cut(block_ids, num_chunks),
-                [self._slot(pool, slot) for slot in slots],
-                0,
-                skip_first_n_tokens,
-                self._null_block_id,
-            )
+            yield
         finally:
-            is_good = self._request("commit_retrieve", *payload)
-        return num_chunks if is_good else 0
+            with self._copies:
+                self._num_copies -= 1
+                self._copies.notify_all()
 
     def _spec(self) -> EngineDrivenSpec:
         """Sizes as LMCache's engines tell them; where those cannot say it, a chunk is so many bytes of its own kind."""
@@ -424,14 +476,13 @@ class EngineDrivenTransfers(_Base):
             raise NotRegisteredError(f"instance {self.instance_id} has no pool; register it again")
         return pool
 
-    def _slot(self, pool: NDArray[np.uint8], slot: dict[str, Any]) -> NDArray[np.uint8]:
-        offset, nbytes = slot["offset"], slot["length"]
-        if nbytes != self._nbytes or not 0 <= offset <= pool.nbytes - nbytes:
+    def _bytes_of(self, pool: NDArray[np.uint8], slot: Slot) -> NDArray[np.uint8]:
+        if slot.nbytes != self._nbytes or slot.offset > pool.nbytes - slot.nbytes:
             raise CacheServerError(
-                f"the server lent bytes [{offset}, {offset + nbytes}) of a pool of {pool.nbytes} for a chunk of "
-                f"{self._nbytes}"
+                f"the server lent bytes [{slot.offset}, {slot.offset + slot.nbytes}) of a pool of {pool.nbytes} for a "
+                f"chunk of {self._nbytes}"
             )
-        return pool[offset : offset + nbytes]
+        return pool[slot.offset : slot.offset + slot.nbytes]
 
     def _check_loan(self, pool: NDArray[np.uint8], started: float) -> None:
         """Slots are of the pool that was mapped when they were asked for, and lent for a time, which is half over."""

@@ -476,9 +476,95 @@ def test_garbage_from_the_server() -> None:
     with (
         silent_server({21: []}) as url,
         CacheClient(url) as client,
-        pytest.raises(TypeError, match="NoneType"),
+        pytest.raises(CacheServerError, match="get_chunk_size: the server answered None, which makes no sense"),
     ):
         client.get_chunk_size()
+
+
+HELLO = {
+    "version": "1",
+    "protocol": 1,
+    "boot_token": "x",
+    "chunk_size": CHUNK,
+    "clock_ns": 0,
+    "prepare_ttl_s": 600.0,
+}
+
+
+@pytest.mark.parametrize("odd", [None, 5, [], [b"", True, 1], ["", 1], {}, [-1, False]])
+def test_odd_replies_are_misses(odd: Any) -> None:
+    answers: dict[Any, Any] = {
+        21: [CHUNK],
+        "kvshm_hello": [HELLO],
+        1: [],
+        2: [],
+        22: [True],
+        6: [odd],
+        7: [odd],
+        "kvshm_lookup": [odd],
+    }
+    if odd == 5:
+        answers["kvshm_lookup"] = [4]  # chunks of three
+    with silent_server(answers) as url, CacheClient(url) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        assert engine.store(TOKENS, BLOCKS) == engine.lookup(TOKENS) == engine.retrieve(TOKENS, BLOCKS) == 0
+        assert client.is_up
+        assert client.last_error is not None
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        None,
+        7,
+        {"context": 3},
+        {"context": {"slots": [{}], "chunk_indices": [0]}},
+        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": [0]}},
+        {"context": {"slots": [{"offset": -1, "length": 11}], "chunk_indices": [0]}},
+        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": [3]}},
+        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": []}},
+        {"success": True},
+        {"success": True, "context": {"slots": 1}},
+        {"success": True, "context": {"slots": [0, 1, 2]}},
+    ],
+)
+def test_odd_slots_are_misses(odd: Any, segment_name: str) -> None:
+    with kvshm.Segment.create(4096, segment_name):
+        answers: dict[Any, Any] = {
+            21: [CHUNK],
+            "kvshm_hello": [HELLO],
+            3: [],
+            14: [{"shm_name": segment_name, "pool_size": 4096}],
+            15: [],
+            16: [odd],
+            17: [False],
+            18: [odd],
+            19: [False],
+            22: [True],
+        }
+        with silent_server(answers) as url, CacheClient(url, timeout_s=5.0) as client:
+            engine = client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven")
+            assert engine.store(TOKENS, BLOCKS) == engine.retrieve(TOKENS, BLOCKS) == 0
+            assert client.is_up
+            engine.unregister()
+
+
+@pytest.mark.parametrize("hello", [{"protocol": 1}, HELLO | {"clock_ns": None}, HELLO | {"chunk_size": "6"}])
+def test_odd_hellos(hello: Any) -> None:
+    with silent_server({21: [CHUNK], "kvshm_hello": [hello]}) as url, CacheClient(url) as client:  # noqa: SIM117
+        with pytest.raises(CacheServerError, match=r"kvshm_hello: the server answered .* makes no sense"):
+            client.server_info()
+
+
+def test_a_pool_that_is_too_small(segment_name: str) -> None:
+    answers: dict[Any, Any] = {21: [CHUNK], "kvshm_hello": [HELLO], 14: [{"shm_name": segment_name, "pool_size": 8192}]}
+    with (
+        kvshm.Segment.create(4096, segment_name),
+        silent_server(answers) as url,
+        CacheClient(url) as client,
+        pytest.raises(CacheServerError, match=f"the server's pool '{segment_name}' of 8192 bytes cannot be mapped"),
+    ):
+        client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven")
 
 
 def test_the_engine_goes_on_while_the_server_is_away(caplog: pytest.LogCaptureFixture) -> None:
@@ -525,6 +611,47 @@ def test_a_restart_that_no_heartbeat_saw() -> None:
                 engine.unregister()
 
 
+def test_one_refused_engine_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=0.05) as client:
+        gone = layers()
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            refused = client.register(gone, "model", layout_hints=NHD)
+            engine = client.register(layers(), "model", layout_hints=NHD)
+        for name in {kvshm.wrap(array).shm_name for array in gone}:
+            os.unlink(f"/dev/shm{name}")
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            deadline = time.monotonic() + 20
+            while len(client.status()["instances"]) != 1 if client.is_up else True:
+                assert time.monotonic() < deadline
+            while not engine.is_registered:
+                assert time.monotonic() < deadline
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+            assert refused.store(TOKENS, BLOCKS) == 0
+            assert not refused.is_registered
+            assert client.is_up
+            assert engine.lookup(TOKENS) == 3 * CHUNK
+            assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
+    text = f"instance {refused.instance_id} goes on without cache: register_kv_cache: there is no segment"
+    assert caplog.text.count(text) == 1
+
+
+def test_an_engine_that_meets_a_new_server_first_hides_it_from_nobody() -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            first, second = (client.register(layers(), "model", layout_hints=NHD) for _ in range(2))
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            assert first.store(TOKENS, BLOCKS) == 3 * CHUNK
+            assert len(client.status()["instances"]) == 1
+            client._link._wake.set()
+            deadline = time.monotonic() + 20
+            while len(client.status()["instances"]) != 2:
+                assert time.monotonic() < deadline
+            first.unregister()
+            second.unregister()
+
+
 def test_errors_on_request() -> None:
     port = free_port()
     with CacheClient(f"tcp://127.0.0.1:{port}", raises=True, connect_timeout_s=0.1, heartbeat_s=1000.0) as client:
@@ -545,6 +672,74 @@ def test_another_chunk_size_after_a_restart(caplog: pytest.LogCaptureFixture) ->
             assert engine.store(TOKENS, BLOCKS) == 0
             assert not engine.is_registered
     assert f"chunks of {2 * CHUNK} tokens, but this engine is registered for chunks of {CHUNK}" in caplog.text
+
+
+@contextmanager
+def held_gather(monkeypatch: pytest.MonkeyPatch, engine: Any) -> Iterator[tuple[list[int], threading.Event]]:
+    """An engine that is in the middle of copying into slots of the pool; what its store gives, and what lets it go."""
+    transfers: Any = importlib.import_module("kvshm.client.transfers")
+    copying, go_on = threading.Event(), threading.Event()
+    real = transfers.gather_chunks
+
+    def slow(*args: Any) -> None:
+        if args[0] is engine._transfers._context:
+            copying.set()
+            assert go_on.wait(20)
+        real(*args)
+
+    stored: list[int] = []
+    monkeypatch.setattr(transfers, "gather_chunks", slow)
+    thread = threading.Thread(target=lambda: stored.append(engine.store(TOKENS, BLOCKS)))
+    thread.start()
+    assert copying.wait(20)
+    try:
+        yield stored, go_on
+    finally:
+        go_on.set()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("farewell", ["unregister", "close"])
+def test_slots_under_a_copy_are_not_given_back(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, farewell: str
+) -> None:
+    """A copy that outlasts its engine's farewell writes into slots that are nobody else's."""
+    arrays, others = caches("engine_driven", 1), caches("engine_driven", 2)
+    with CacheClient(server.endpoint, timeout_s=0.3) as client, CacheClient(server.endpoint) as other:
+        engine = client.register(arrays, "model", layout_hints=NHD, transfer_mode="engine_driven")
+        second = other.register(others, "model", layout_hints=NHD, transfer_mode="engine_driven")
+        with held_gather(monkeypatch, engine) as (stored, _):
+            (engine if farewell == "unregister" else client).__exit__(None, None, None)
+            assert "still copies, so it is not unregistered" in caplog.text
+            status = other.status()
+            assert (len(status["instances"]), status["objects"]["unfinished"]) == (2, 3)
+            tokens = [token + 1 for token in TOKENS]
+            assert second.store(tokens, BLOCKS) == 3 * CHUNK
+            # The server drops it by itself.
+            other.unregister_kv_cache_engine_driven_context(engine.instance_id)
+        assert stored == [0]
+        assert engine.store(TOKENS, BLOCKS) == 0
+        assert [one["instance_id"] for one in other.status()["instances"]] == [second.instance_id], "it stays away"
+        wanted = blocks_of(others, BLOCKS[:6])
+        wipe(others)
+        assert second.retrieve(tokens, OTHER_BLOCKS) == 3 * CHUNK
+        if farewell == "unregister":
+            assert blocks_of(others, OTHER_BLOCKS) != blocks_of(arrays, BLOCKS[:6])
+        assert blocks_of(others, OTHER_BLOCKS) == wanted
+
+
+def test_unregister_waits_for_the_copies_of_this_process(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CacheClient(server.endpoint) as client:
+        engine = client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven")
+        with held_gather(monkeypatch, engine) as (stored, go_on):
+            leaving = threading.Thread(target=engine.unregister)
+            leaving.start()
+            assert client.status()["objects"]["unfinished"] == 3
+            go_on.set()
+            leaving.join(20)
+        assert stored == [3 * CHUNK]
+        assert client.status()["instances"] == []
 
 
 def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -572,6 +767,31 @@ def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest
         while not engine.is_registered:
             client.noop(timeout_s=5.0)
         assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, wire.WireError])
+def test_interrupted_blocks_are_unsettled(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Whatever ends the wait, the request is with the server."""
+    connections: Any = importlib.import_module("kvshm.client.connections")
+
+    def receive(*args: Any) -> Any:
+        raise error("no MessagePack")
+
+    with CacheClient(server.endpoint, raises=True) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        unsettled: Any = engine._transfers
+        for _ in range(3):
+            monkeypatch.setattr(connections.Connection, "receive", receive)
+            with pytest.raises(error, match="no MessagePack"):
+                engine.store(TOKENS, BLOCKS)
+            monkeypatch.undo()
+            # Those that have been answered meanwhile have gone.
+            (late,) = unsettled._unsettled
+            assert [set(ids.tolist()) for ids in late.block_ids] == [set(BLOCKS[:6])]
+            assert late.connection.socket.poll(20_000)
+        assert engine.unsettled_block_ids() == [set()]
 
 
 def test_a_store_that_ends_too_late_is_not_published(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
