@@ -25,7 +25,7 @@ from kvshm.client.operations import FRAMES, ServerInfo
 from kvshm.client.replies import Slot, copied, count, decoded, fields, lent_to_retrieve, lent_to_store
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_name
-from kvshm.layout import ObjectGroupInfo, all_null_chunk_masks
+from kvshm.layout import ObjectGroupInfo, all_null_chunk_masks, layout_fingerprint
 from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
 from kvshm.shm import Segment
 from kvshm.transfer import gather_chunks, scatter_chunks
@@ -425,13 +425,12 @@ class EngineDrivenTransfers(_Base):
                 self._copies.notify_all()
 
     def _spec(self) -> EngineDrivenSpec:
-        """Sizes as LMCache's engines tell them; where those cannot say it, a chunk is so many bytes of its own kind."""
+        """Sizes as LMCache's engines tell them, so that both find each other's chunks; where those cannot say all that
+        a chunk's bytes depend on, a chunk is so many bytes of a kind of its own."""
         groups = self._manager.kernel_groups
         first = groups[0]
-        fingerprint = repr(
-            [(group.layer_indices, group.format, group.dtype, group.tokens_per_block) for group in groups]
-        )
-        if len(groups) == 1 and first.shape_desc.kv_size in (1, 2):
+        is_plain = first.sw_size_tokens == -1 and not first.extra_object_group_tag and not first.recurrent_state
+        if len(groups) == 1 and is_plain:
             return EngineDrivenSpec(
                 self.instance_id,
                 self._model_name,
@@ -453,7 +452,7 @@ class EngineDrivenTransfers(_Base):
             "uint8",
             True,
             1,
-            fingerprint.encode(),
+            layout_fingerprint(self._manager),
         )
 
     def _storable(self, block_ids: BlockIds, num_chunks: int) -> int:

@@ -1,8 +1,8 @@
 """How a cache is cut into chunk objects: which layers move together, in what order, and how many bytes each takes.
 
 ``engine_groups`` is what an engine tells of its layers, ``groups`` makes kernel groups and object groups of it,
-``block_ids`` works on lists of block ids per group, ``shape_spec`` is the one-line notation of a cache's shape.
-Nothing here touches memory: arrays and specs give the same layout.
+``block_ids`` works on lists of block ids per group, ``fingerprint`` tells layouts apart, ``shape_spec`` is the one-line
+notation of a cache's shape. Nothing here touches memory: arrays and specs give the same layout.
 """
 
 from kvshm.layout.block_ids import (
@@ -19,6 +19,7 @@ from kvshm.layout.engine_groups import (
     num_engine_group_infos,
     num_engine_groups,
 )
+from kvshm.layout.fingerprint import layout_fingerprint
 from kvshm.layout.groups import (
     AttentionWindows,
     KernelGroupInfo,
@@ -41,6 +42,7 @@ __all__ = [
     "expand_engine_block_ids",
     "format_kvcache_shape_spec",
     "get_engine_group_indices",
+    "layout_fingerprint",
     "num_engine_group_infos",
     "num_engine_groups",
     "parse_kvcache_shape_spec",

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 from kvshm.context import CPUCacheContext
-from kvshm.dtypes import dtype_from_name, dtype_name
+from kvshm.dtypes import dtype_from_name
+from kvshm.layout import layout_fingerprint
 from kvshm.prefix import CHUNK_HASH_NBYTES
 from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec
 from kvshm.store.chunk_store import Entry, Reservation
@@ -54,23 +55,10 @@ class ChunkLayout:
 def context_layout(context: CPUCacheContext) -> ChunkLayout:
     """The layout of a server-driven engine. The number of blocks and their padding are not part of it."""
     manager = context.kv_layer_groups_manager
-    kernel_groups = [
-        (
-            group.layer_indices,
-            group.format.name if group.format else "",
-            dtype_name(group.dtype),
-            [group.shape_desc.kv_size, group.shape_desc.bs, group.shape_desc.nh, group.shape_desc.hs],
-            [group.tokens_per_block, group.engine_group_idx, group.sw_size_tokens, group.extra_object_group_tag],
-            group.recurrent_state,
-            context.get_slots_per_chunk_in_sw(index),
-        )
-        for index, group in enumerate(manager.kernel_groups)
-    ]
-    object_groups = [group.kernel_group_indices for group in manager.object_groups]
     windows = manager.get_attn_desc()
     return ChunkLayout(
-        _fingerprint(context.lmcache_tokens_per_chunk, kernel_groups, object_groups, windows.num_chunks_in_sw),
-        tuple(manager.object_nbytes(index) for index in range(len(object_groups))),
+        layout_fingerprint(manager),
+        tuple(manager.object_nbytes(index) for index in range(len(manager.object_groups))),
         windows.num_chunks_in_sw,
         tuple(index for index, kind in enumerate(windows.group_kinds) if kind != "aux"),
     )
