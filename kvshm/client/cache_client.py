@@ -122,6 +122,11 @@ class CacheClient(PlainOperations):
             raise ValueError(f"transfer_mode is {transfer_mode!r}; give 'lmcache_driven' or 'engine_driven'")
         if not 0 <= worker_id < world_size:
             raise ValueError(f"worker_id {worker_id} is not in [0, world_size {world_size})")
+        if self._link.is_inherited:
+            raise RuntimeError(
+                "this client was made by the parent of this process, and its heartbeat did not come along; make a "
+                "client here and register with it"
+            )
         info = self._link.info()
         engine_type = EngineType(engine_type)
         is_engine_driven = transfer_mode == "engine_driven"

@@ -198,6 +198,7 @@ class Engine:
                 while self._lookups:
                     self._forget(self._lookups.pop(), is_farewell=True)
                 self._attempt(self._transfers.unregister, is_farewell=True)
+            self._transfers.let_go()
         self._transfers.forget_late_replies()
 
     def __enter__(self) -> Engine:

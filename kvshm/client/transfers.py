@@ -54,6 +54,9 @@ class Transfers(Protocol):
     def unregister(self, timeout_s: float | None = None) -> None:
         """Unregister, once no copy of this process runs; if one runs for too long, leave it to the server's lease."""
 
+    def let_go(self) -> None:
+        """Hold nothing of the server's any more, also where it is not there to be told."""
+
     def check_block_ids(self, block_ids: BlockIds) -> None:
         """ValueError: an id is no block. Nothing has been sent."""
 
@@ -113,6 +116,9 @@ class _Base:
     @property
     def _is_kvshm(self) -> bool:
         return self._info is not None and self._info.is_kvshm
+
+    def let_go(self) -> None:
+        """Nothing is held here."""
 
     def _request(self, operation: str, *payload: Any, block_ids: BlockIds | None = None) -> Any:
         """One request; blocks that it copies from or to are remembered if its reply does not come in time."""
@@ -350,6 +356,14 @@ class EngineDrivenTransfers(_Base):
         self._link.unregister_kv_cache_engine_driven_context(self.instance_id, timeout_s=timeout_s)
         self._pool = None
         self._life_sign.unlink()
+
+    def let_go(self) -> None:
+        """Drop the pool and the life sign, unless a copy still runs: its slots must not become another engine's."""
+        with self._copies:
+            self._is_over = True
+            if not self._num_copies:
+                self._pool = None
+                self._life_sign.unlink()
 
     def check_block_ids(self, block_ids: BlockIds) -> None:
         """ValueError: an id is no block. Nothing has been sent."""

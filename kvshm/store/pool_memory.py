@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvshm.shm import Segment, pages
+from kvshm.shm import SHM_NAME_PREFIX, Segment, pages, sweep
 from kvshm.shm.capacity import ShmFullError, rooms_of
-from kvshm.shm.objects import SHM_DIR, open_object
+from kvshm.shm.objects import SHM_DIR, open_object, posix_name
 
 __all__ = ["PoolMemory"]
 
@@ -29,11 +29,22 @@ _logger = logging.getLogger("kvshm")
 class PoolMemory:
     """A segment of ``nbytes`` bytes. Leaves nothing behind once closed.
 
+    Args:
+        name: What engine-driven clients are told. It begins with ``SHM_NAME_PREFIX``, so that what a killed server left
+            is swept and its successor may have the name again.
+
     Raises:
         ShmFullError: The shared memory has no room for it now.
+        ValueError: Another kind of name.
     """
 
     def __init__(self, nbytes: int, name: str | None = None) -> None:
+        if name is not None and not posix_name(name).startswith(SHM_NAME_PREFIX):
+            raise ValueError(
+                f"the pool's name {name!r} must begin with {SHM_NAME_PREFIX[1:]!r}, or a pool that a killed server left "
+                f"could not be told from other programs' segments and would stay"
+            )
+        sweep()  # a killed server's pool is in the way of its successor's
         _check_room(nbytes)
         self._segment = Segment.create(nbytes, name, reserve=False)
         try:

@@ -56,7 +56,7 @@ def test_the_number_of_blocks_is_no_part_of_it_but_the_chunk_is() -> None:
 
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
-def test_engines_of_another_layout_find_nothing(mode: str) -> None:
+def test_engines_of_another_layout_find_nothing(mode: Any) -> None:
     with (
         CacheServer("tcp://127.0.0.1:0", capacity=2**20, chunk_size=8) as server,
         CacheClient(server.endpoint) as client,
