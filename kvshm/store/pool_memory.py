@@ -41,8 +41,8 @@ class PoolMemory:
     def __init__(self, nbytes: int, name: str | None = None) -> None:
         if name is not None and not posix_name(name).startswith(SHM_NAME_PREFIX):
             raise ValueError(
-                f"the pool's name {name!r} must begin with {SHM_NAME_PREFIX[1:]!r}, or a pool that a killed server left "
-                f"could not be told from other programs' segments and would stay"
+                f"the pool's name {name!r} must begin with {SHM_NAME_PREFIX[1:]!r}, or what a killed server left could "
+                f"not be told from other programs' segments and would stay"
             )
         sweep()  # a killed server's pool is in the way of its successor's
         _check_room(nbytes)
