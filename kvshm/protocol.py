@@ -189,7 +189,8 @@ def _record(readers: Mapping[str, Reader], cls: type[Any], optional: frozenset[s
         unknown = given.keys() - readers.keys()
         missing = readers.keys() - given.keys() - optional
         if unknown or missing:
-            raise ProtocolError(f"{name} has unknown keys {sorted(unknown)} and lacks {sorted(missing)}")
+            names = ", ".join(sorted(map(reprlib.repr, unknown)))  # which may be of any kind
+            raise ProtocolError(f"{name} has unknown keys [{names}] and lacks {sorted(missing)}")
         values = {key: readers[key](item, f"{name}.{key}") for key, item in given.items()}
         try:
             return cls(**values)

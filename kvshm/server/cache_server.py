@@ -34,7 +34,7 @@ from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.server.jobs import Done, JobPool
 from kvshm.server.registrations import Registrations
 from kvshm.server.service import CacheService
-from kvshm.server.state import DEFERRED, ServerState, Settings
+from kvshm.server.state import DEFERRED, Refused, ServerState, Settings
 from kvshm.store.chunk_store import ChunkStore
 from kvshm.store.pool_memory import PoolMemory
 from kvshm.store.slabs import SlabAllocator
@@ -44,6 +44,7 @@ __all__ = ["CacheServer"]
 _MAX_FRAME_NBYTES = 64 << 20  # a million token ids take 9 MB
 _TICK_S = 0.5
 _IDLE_MS = 250
+_MAX_LAST_REQUESTS = 1000
 _WAKER_ENDPOINT = "inproc://loop"
 _WAKER_ID = b"\0kvshm"
 _NIL = wire.pack(None)
@@ -94,6 +95,8 @@ class CacheServer:
             raise ValueError(f"capacity is {capacity} bytes; a cache needs at least 1")
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; at least 1 thread must copy")
+        if http_port is not None and not 0 <= http_port < 1 << 16:
+            raise ValueError(f"http_port is {http_port}; a port is a number from 0 (any free one) to 65535")
         self._wanted_endpoint = checked_endpoint(endpoint, allow_remote)
         self._capacity = capacity
         self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s, verify)
@@ -276,6 +279,11 @@ class CacheServer:
         self._service.close()
         while self._jobs.num_unfinished:
             self._receive()
+        # What has arrived by now is refused rather than dropped; so much of it that others cannot hold this up.
+        for _ in range(_MAX_LAST_REQUESTS):
+            if not self._socket.poll(0):
+                break
+            self._receive()
 
     def _receive(self) -> None:
         try:
@@ -285,7 +293,7 @@ class CacheServer:
         try:
             if frames[0] == _WAKER_ID:
                 self._jobs.finish()
-            elif not self._stop.is_set():
+            else:
                 self._handle(frames)
         except Exception:  # one request must not end the service of all
             _logger.exception("kvshm server: a request of %d frames failed", len(frames))
@@ -303,6 +311,8 @@ class CacheServer:
         call = _Call(self._send, frames[:3])
         try:
             call.operation = operation = operation_of(frames[2])
+            if self._stop.is_set():
+                raise Refused("the server is closing; it serves nothing new")
             result = self._service.operations[operation.name](call, *parse_payload(operation, frames[3:]))
         except ProtocolError as error:
             self._messages["malformed"] += 1

@@ -135,17 +135,21 @@ class ServerDrivenOperations:
             return time.monotonic_ns()
 
         def done(finished_ns: int | None, reason: str | None) -> None:
-            if finished_ns is not None and (deadline_ns is None or finished_ns < deadline_ns):
-                self._state.objects.commit(reservation)
-                self._state.counters.stores += 1
-                self._state.counters.stored_bytes += sum(entry.nbytes for entry in new.values())
-                call.answer([event_handle, True])
-            else:
-                self._state.objects.abort(reservation)
-                self._state.counters.failed_stores += 1
-                self._state.counters.late_stores += reason is None
-                call.fail(self._state.record(reason or "the store ended after its client's time limit and was dropped"))
-            registration.end_copy()
+            try:
+                if finished_ns is not None and (deadline_ns is None or finished_ns < deadline_ns):
+                    self._state.objects.commit(reservation)
+                    self._state.counters.stores += 1
+                    self._state.counters.stored_bytes += sum(entry.nbytes for entry in new.values())
+                    call.answer([event_handle, True])
+                else:
+                    self._state.objects.abort(reservation)
+                    self._state.counters.failed_stores += 1
+                    self._state.counters.late_stores += reason is None
+                    call.fail(
+                        self._state.record(reason or "the store ended after its client's time limit and was dropped")
+                    )
+            finally:  # else an unregister would wait for ever
+                registration.end_copy()
 
         self._state.run(work, done)
         return DEFERRED
@@ -193,15 +197,17 @@ class ServerDrivenOperations:
             return 0
 
         def done(result: int | None, reason: str | None) -> None:
-            self._state.objects.release(entries)
-            if reason is None:
-                self._state.counters.retrieves += 1
-                self._state.counters.retrieved_bytes += sum(entry.nbytes for entry in entries)
-                call.answer([event_handle, True])
-            else:
-                self._state.counters.failed_retrieves += 1
-                call.fail(self._state.record(reason))
-            registration.end_copy()
+            try:
+                self._state.objects.release(entries)
+                if reason is None:
+                    self._state.counters.retrieves += 1
+                    self._state.counters.retrieved_bytes += sum(entry.nbytes for entry in entries)
+                    call.answer([event_handle, True])
+                else:
+                    self._state.counters.failed_retrieves += 1
+                    call.fail(self._state.record(reason))
+            finally:
+                registration.end_copy()
 
         self._state.run(work, done)
         return DEFERRED

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,23 +18,13 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
-from kvshm.formats import EngineKVFormat
 from kvshm.server.registrations import Registrations
 
 __all__ = ["HttpFrontend", "block_checksums", "block_id_ranges", "metrics_text"]
 
 _START_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 30.0
-
-# Of the block-structured formats, which axis of a layer's array counts blocks.
-_BLOCK_AXIS = {
-    EngineKVFormat.NL_X_TWO_NB_BS_NH_HS: 1,
-    EngineKVFormat.NL_X_TWO_NB_NH_BS_HS: 1,
-    EngineKVFormat.NL_X_NB_TWO_BS_NH_HS: 0,
-    EngineKVFormat.NL_X_NB_TWO_NH_BS_HS: 0,
-    EngineKVFormat.NL_X_NB_BS_HS: 0,
-    EngineKVFormat.NL_X_NB_BSV_BSS: 0,
-}
+_HOST = "127.0.0.1"
 
 
 class Server(Protocol):
@@ -58,30 +47,29 @@ class Server(Protocol):
 class HttpFrontend:
     """Serves HTTP on ``127.0.0.1:port`` (0: any free port)."""
 
-    def __init__(self, server: Server, port: int, host: str = "127.0.0.1") -> None:
-        if not ipaddress.ip_address(host).is_loopback:
-            raise ValueError(f"HTTP is served on loopback addresses only, not {host}")
+    def __init__(self, server: Server, port: int) -> None:
         self._server = server
-        self._host = host
         self._port = port
         self._ready = threading.Event()
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvshm-http", daemon=True)
         self._loop = asyncio.new_event_loop()
 
     @property
     def url(self) -> str:
         """Where it serves."""
-        return f"http://{self._host}:{self._port}"
+        return f"http://{_HOST}:{self._port}"
 
     def start(self) -> None:
         """Serve.
 
         Raises:
             OSError: The port is taken.
+            TimeoutError: It does not begin to serve.
         """
         self._thread.start()
-        self._ready.wait(_START_TIMEOUT_S)
+        if not self._ready.wait(_START_TIMEOUT_S):
+            raise TimeoutError(f"HTTP did not begin to serve on {self.url} within {_START_TIMEOUT_S} s")
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -94,19 +82,21 @@ class HttpFrontend:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        runner = web.AppRunner(self._application(), access_log=None)
+        runner = None
         try:
+            runner = web.AppRunner(self._application(), access_log=None)
             self._loop.run_until_complete(runner.setup())
-            site = web.TCPSite(runner, self._host, self._port)
+            site = web.TCPSite(runner, _HOST, self._port)
             self._loop.run_until_complete(site.start())
             self._port = runner.addresses[0][1]
-        except OSError as error:
+        except BaseException as error:  # raised by start()
             self._error = error
         else:
             self._ready.set()
             self._loop.run_forever()
         finally:
-            self._loop.run_until_complete(runner.cleanup())
+            if runner is not None:
+                self._loop.run_until_complete(runner.cleanup())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
             self._ready.set()
@@ -194,11 +184,11 @@ def _checksum_answer(context: CPUCacheContext, block_ids: list[int], chunk_size:
     """In a worker thread."""
     axes = []
     for layer, format in enumerate(context.engine_kv_format_per_layer()):
-        axis = None if format is None else _BLOCK_AXIS.get(format)
-        if axis is None:
+        # A list of layers with an axis of blocks.
+        if format is None or format.lists != ("NL",) or "NB" not in format.axes:
             name = "a layer in no group" if format is None else f"KV format {format.name}"
             return _refusal(501, f"checksum not supported for {name} (layer {layer})")
-        axes.append(axis)
+        axes.append(format.axes.index("NB"))
     layers = context.kv_tensors
     assert isinstance(layers, list)  # these formats are lists of layers
     if any(not 0 <= block < layer.shape[axis] for layer, axis in zip(layers, axes, strict=True) for block in block_ids):

@@ -80,13 +80,14 @@ class EngineDrivenOperations:
         _: object,
         reason: str | None,
     ) -> None:
-        if reason is None:
+        if registration.prepared.get(identity) is not prepared:
+            call.fail(self._state.record(reason or "the slots were taken back before they were lent"))
+        elif reason is None:
             call.answer(prepared.result)
-            return
-        if registration.prepared.get(identity) is prepared:
+        else:
             del registration.prepared[identity]
             self._state.objects.abort(prepared.reservation)
-        call.fail(self._state.record(reason))
+            call.fail(self._state.record(reason))
 
     def commit_store(self, call: Call, key: CacheKey, instance_id: int, data: bytes) -> bool:
         """Make what an engine wrote into its slots visible."""

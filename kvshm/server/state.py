@@ -19,7 +19,7 @@ from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
 from kvshm.server.jobs import Done
 from kvshm.server.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
-from kvshm.shm.objects import list_segments
+from kvshm.shm.objects import is_in_use, is_posix_name
 from kvshm.store.chunk_store import ChunkStore, Entry
 from kvshm.store.pins import Found, LookupPins
 from kvshm.store.pool_memory import PoolMemory
@@ -180,7 +180,7 @@ class ServerState:
 
     def _is_dead(self, registration: Registration) -> bool:
         name = registration.life_sign
-        return bool(name) and not any(segment.in_use for segment in list_segments() if segment.name == name)
+        return is_posix_name(name) and not is_in_use(name)
 
     def end_quarantine(self, now: float) -> None:
         """Take back the slots of silent engines whose time is over."""

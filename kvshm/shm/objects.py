@@ -27,6 +27,7 @@ __all__ = [
     "Key",
     "SegmentInfo",
     "create_object",
+    "is_in_use",
     "is_posix_name",
     "key_of",
     "list_segments",
@@ -227,6 +228,20 @@ def _lock_if_unused(name: str) -> int | None:
         pass
     os.close(fd)
     return None
+
+
+def is_in_use(name: str) -> bool:
+    """Whether a process uses the segment of this name, or may; a name that leads nowhere is in nobody's use.
+
+    Raises:
+        ValueError: It is no name for a segment.
+    """
+    full = posix_name(name)
+    fd = _lock_if_unused(full)
+    if fd is None:
+        return os.path.lexists(object_path(full))
+    os.close(fd)
+    return False
 
 
 def list_segments() -> list[SegmentInfo]:

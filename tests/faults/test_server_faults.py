@@ -20,6 +20,7 @@ import kvshm
 from kvshm.client.cache_client import CacheClient
 from kvshm.layout import EngineGroupInfo
 from kvshm.server.cache_server import CacheServer
+from kvshm.store.pool_memory import PoolMemory
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
@@ -258,6 +259,82 @@ def test_closing_waits_for_the_copies(monkeypatch: pytest.MonkeyPatch, copies: A
         assert raw.reply() == [uid, 6, [b"h", True]], "what was begun is answered"
         closing.join(30)
         assert not closing.is_alive()
+
+
+def test_requests_while_the_server_closes_are_refused(monkeypatch: pytest.MonkeyPatch, copies: Any) -> None:
+    gate = Gate(copies.gather_chunks)
+    with running_server() as server, RawClient(server.endpoint) as raw:
+        raw.register(layers())
+        monkeypatch.setattr(copies, "gather_chunks", gate)
+        uid = raw.send(6, key_map(TOKENS), 1, [BLOCKS], b"h")
+        assert gate.begun.wait(30)
+        closing = threading.Thread(target=server.close)
+        closing.start()
+        assert server._stop.wait(30)
+        assert raw.ask(6, key_map(TOKENS), 1, [BLOCKS], b"h") == [
+            [b"", False],
+            "the server is closing; it serves nothing new",
+        ]
+        gate.go_on.set()
+        assert raw.reply() == [uid, 6, [b"h", True]]
+        closing.join(30)
+        assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("operation", ["store", "retrieve"])
+def test_answers_that_fail_leave_no_copy_running(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    """Else its engine's unregister would wait for ever."""
+    calls: Any = importlib.import_module("kvshm.server.cache_server")._Call
+    real = calls.answer
+
+    def answer(self: Any, result: Any) -> None:
+        if self.operation.name == operation:
+            raise RuntimeError("this answer cannot be sent")
+        real(self, result)
+
+    with RawClient(server.endpoint) as raw:
+        raw.register(layers())
+        if operation == "retrieve":
+            raw.ask(6, key_map(TOKENS), 1, [BLOCKS], b"h")
+        monkeypatch.setattr(calls, "answer", answer)
+        raw.send(operation, key_map(TOKENS), 1, [BLOCKS], b"h")
+        while "this answer cannot be sent" not in caplog.text:
+            raw.ask(24)
+        assert raw.ask(2, 1) == []
+
+
+@pytest.mark.parametrize("unregisters", [True, False])
+def test_slots_that_were_taken_back_are_not_lent(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, unregisters: bool
+) -> None:
+    """An engine that goes, or slots whose time is over, while their pages are still being reserved."""
+    spec = {
+        "instance_id": 1,
+        "model_name": "model",
+        "world_size": 1,
+        "block_size": 3,
+        "num_layers": 2,
+        "hidden_dim_size": 35,
+        "dtype_str": "float16",
+        "use_mla": False,
+    }
+    gate = Gate(PoolMemory.ensure)
+    with RawClient(server.endpoint) as raw:
+        raw.ask(14, spec)
+        monkeypatch.setattr(PoolMemory, "ensure", lambda self, *args: gate(self, *args))  # noqa: PLW0108  a method
+        prepare = raw.send(16, key_map(TOKENS), 1)
+        assert gate.begun.wait(30)
+        if unregisters:
+            assert raw.ask(15, 1) == []
+        else:
+            (registration,) = server.call(lambda: list(server.registrations))
+            server.call(lambda: server._state.expire_slots(registration, float("inf")))
+        gate.go_on.set()
+        uid, _, value, reason = raw.reply()
+        assert (uid, value) == (prepare, {"context": {}})
+        assert "taken back before they were lent" in reason
 
 
 def test_registering_and_storing_from_many_threads(server: CacheServer) -> None:

@@ -376,6 +376,19 @@ def test_http_on_a_taken_port() -> None:
         assert set(os.listdir("/dev/shm")) == before
 
 
+def test_http_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvshm.server.http import HttpFrontend
+
+    def fail(self: Any) -> Any:
+        raise OverflowError("no such port")
+
+    monkeypatch.setattr(HttpFrontend, "_application", fail)
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(OverflowError, match="no such port"), running_server(http_port=0):
+        pass
+    assert set(os.listdir("/dev/shm")) == before
+
+
 def test_a_bad_socket_path(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot listen on ipc://"), running_server(endpoint=f"ipc://{tmp_path}/no/such"):
         pass

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm.shm import objects
-from kvshm.shm.objects import create_object, is_posix_name, list_segments, open_object, posix_name, sweep
+from kvshm.shm.objects import create_object, is_in_use, is_posix_name, list_segments, open_object, posix_name, sweep
 from tests.support.memory import exists
 
 
@@ -112,9 +112,12 @@ def test_what_is_locked_is_in_use_and_not_swept(segment_name: str) -> None:
     fd, name, key = create_object(11, segment_name)
     with opened(fd):
         assert objects.SegmentInfo(name, 11, in_use=True) in list_segments()
+        assert is_in_use(name)
+        assert is_in_use(name[1:])
         assert name not in sweep()
         assert exists(name)
     assert objects.SegmentInfo(name, 11, in_use=True) not in list_segments()
+    assert not is_in_use(name)
     sweep()
     assert not exists(name)
     objects.unlink_object(name, key)  # gone already is as good

@@ -142,6 +142,7 @@ def test_what_a_key_may_lack() -> None:
         ({"request_configs": [1]}, "not a map"),
         ({"num_kv_readers": -1}, "num_kv_readers is -1"),
         ({"extra": 1}, r"unknown keys \['extra'\]"),
+        ({"extra": 1, b"x": 1}, r"unknown keys \['extra', b'x'\]"),
     ],
 )
 def test_a_key_with_a_wrong_field_is_refused(changes: dict[str, Any], text: str) -> None:
