@@ -24,10 +24,17 @@ def checked_endpoint(endpoint: str, allow_remote: bool) -> str:
     """
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
+        if address.startswith("@"):
+            raise ValueError(
+                f"endpoint {endpoint!r} is an abstract address, which any user of this host may connect to; give the "
+                f"path of a file, such as ipc:///run/user/{os.getuid()}/kvshm.sock"
+            )
         return endpoint
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"endpoint {endpoint!r} is none; give tcp://127.0.0.1:PORT or ipc://PATH")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(f"endpoint {endpoint!r} needs brackets: tcp://[{host}]:{port}")
     if host == "localhost":
         host = "127.0.0.1"
     try:

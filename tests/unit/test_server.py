@@ -664,6 +664,19 @@ def test_no_endpoint(endpoint: str) -> None:
         CacheServer(endpoint)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "text"),
+    [
+        ("ipc://@kvshm", r"abstract address.*give the path of a file, such as ipc:///run/user/\d+/kvshm\.sock"),
+        ("tcp://::1:0", r"needs brackets: tcp://\[::1\]:0"),
+        ("tcp://[::1:0", r"needs brackets"),
+    ],
+)
+def test_endpoints_that_cannot_be_bound(endpoint: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CacheServer(endpoint)
+
+
 def test_the_default_is_loopback() -> None:
     assert CacheServer()._wanted_endpoint == "tcp://127.0.0.1:5555"
     assert CacheServer("tcp://localhost:7")._wanted_endpoint == "tcp://127.0.0.1:7"
@@ -675,6 +688,8 @@ def test_the_default_is_loopback() -> None:
         ({"capacity": 0}, "capacity is 0 bytes"),
         ({"chunk_size": 0}, "chunk_size is 0 tokens"),
         ({"num_workers": 0}, "num_workers is 0"),
+        ({"http_port": 70000}, "http_port is 70000"),
+        ({"http_port": -1}, "http_port is -1"),
         ({"reap_after_s": 0}, "reap_after_s is 0"),
         ({"grace_s": -1.0}, "grace_s is -1"),
         ({"pin_ttl_s": float("nan")}, "pin_ttl_s is nan"),
