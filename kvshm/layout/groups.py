@@ -326,15 +326,16 @@ def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
     for leaf in geometry.leaves(layer):
         dtype_name(leaf.dtype)  # a cache of a dtype without a name could not be described to anybody
         spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
+        apart = geometry.format.has_block_axis and _slots_lie_apart(spec)
         block = spec[0,] if geometry.format.has_block_axis and spec.shape[0] else spec
-        if not block.is_contiguous:
+        if not (block.is_contiguous or apart):
             allowed = "inside a block" if geometry.format.has_block_axis else f"in {geometry.format.name}"
             raise ValueError(
                 f"layer {layer}: array of shape {spec.shape} and stride {spec.stride} (elements) has padding "
                 f"{allowed}, which no transfer can honour; only between blocks may it stand, in formats that begin "
                 f"with NB and have no K/V axis"
             )
-        strides.append(prod(spec.shape[1:]) if spec.shape[0] <= 1 else spec.stride[0])
+        strides.append(spec.stride[0] if apart or spec.shape[0] > 1 else prod(spec.shape[1:]))
     return _LayerLayout(
         kv_size=geometry.kv_size,
         num_heads=geometry.num_heads(layer),
@@ -345,6 +346,14 @@ def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
         strides=tuple(strides),
         block_stride=strides[0] if geometry.format.has_block_axis else 0,
     )
+
+
+def _slots_lie_apart(spec: ArraySpec) -> bool:
+    """Blocks and slots were one padded axis, as engines without a block axis have it: each slot keeps its padding."""
+    if len(spec.shape) != 3 or 0 in spec.shape:
+        return False
+    block, slot, _ = spec.stride
+    return spec[0, 0].is_contiguous and slot >= spec.shape[2] and block == spec.shape[1] * slot
 
 
 def _kernel_group(

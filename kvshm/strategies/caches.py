@@ -98,12 +98,12 @@ class LayerKind(NamedTuple):
     sizes: Sizes
     planes: tuple[tuple[int, DType], ...]  # innermost length and dtype of each array of a layer; of one of K and V
 
-    def leaves(self, may_be_apart: bool) -> list[Leaf]:
+    def leaves(self, may_be_apart: bool, folded: bool) -> list[Leaf]:
         """The arrays of one layer; the one array of a cross-layer format."""
         lead = tuple(self.sizes.of(axis) for axis in self.format.axes[:-1])
         planes = self.planes * (2 if "TWO" in self.format.lists else 1)
         return [
-            Leaf(ArraySpec.dense((*lead, width), dtype), self, plane, may_be_apart)
+            Leaf(ArraySpec.dense((*lead, width), dtype), self, plane, may_be_apart, folded)
             for plane, (width, dtype) in enumerate(planes)
         ]
 
@@ -115,6 +115,7 @@ class Leaf(NamedTuple):
     kind: LayerKind | None
     plane: int
     may_be_apart: bool  # there may be room between its blocks
+    folded: bool  # blocks and slots are one axis, so that such room is between slots
 
 
 # How engines expose the formats
@@ -311,9 +312,10 @@ def draw_cache(
     counts: list[int] = []
     for layer in layers[:1] if kinds[0].format.is_cross_layer else layers:
         if isinstance(layer, LayerKind):
-            of_layer = layer.leaves(may_be_apart=layer.format.has_block_axis and axes[layer][0] == ("NB",))
+            folded = axes[layer][0] == ("NB", "BS")
+            of_layer = layer.leaves(layer.format.has_block_axis, folded and layer.sizes.nb * layer.sizes.bs > 1)
         else:
-            of_layer = [Leaf(layer, None, 0, False)]
+            of_layer = [Leaf(layer, None, 0, False, False)]
         leaves += of_layer
         counts.append(len(of_layer))
     may_be_apart = padded and any(leaf.may_be_apart for leaf in leaves)
@@ -361,7 +363,7 @@ _GAPS = st.integers(0, 3)
 
 def _placed(draw: st.DrawFn, leaves: Sequence[Leaf], placement: Placement) -> tuple[list[ArraySpec], int]:
     """The specs at places of their own, and the bytes of the buffer they are in."""
-    rows = [leaf for leaf in leaves if leaf.may_be_apart] if placement == "interleaved" else []
+    rows = [leaf for leaf in leaves if leaf.may_be_apart and not leaf.folded] if placement == "interleaved" else []
     unit = lcm(*(leaf.spec.dtype.itemsize for leaf in rows))
     row_nbytes = 0
     in_row: list[int] = []
@@ -378,13 +380,17 @@ def _placed(draw: st.DrawFn, leaves: Sequence[Leaf], placement: Placement) -> tu
     for leaf in leaves:
         spec = leaf.spec
         itemsize = spec.dtype.itemsize
-        if placement == "interleaved" and leaf.may_be_apart:
+        if placement == "interleaved" and leaf.may_be_apart and not leaf.folded:
             start, spec = next(starts) // itemsize, _with_row(spec, row_nbytes // itemsize)
         else:
             if placement == "padded" and leaf.may_be_apart:
                 key = (leaf.kind, leaf.plane)  # layers of one kernel group have one stride
                 pads[key] = pads[key] if key in pads else draw(_GAPS)
-                spec = _with_row(spec, spec.stride[0] + pads[key])
+                if leaf.folded:
+                    slot = spec.stride[1] + pads[key]
+                    spec = ArraySpec(spec.shape, (spec.shape[1] * slot, slot, *spec.stride[2:]), 0, spec.dtype)
+                else:
+                    spec = _with_row(spec, spec.stride[0] + pads[key])
             start = -(-end // itemsize) + draw(_GAPS)
         placed.append(ArraySpec(spec.shape, spec.stride, start, spec.dtype))
         end = max(end, placed[-1].byte_span)
@@ -397,7 +403,7 @@ def _with_row(spec: ArraySpec, step: int) -> ArraySpec:
 
 def _tight(spec: ArraySpec) -> ArraySpec:
     """An axis of one block steps by the block: nothing is there to be apart from."""
-    return _with_row(spec, prod(spec.shape[1:])) if spec.shape[0] == 1 else spec
+    return _with_row(spec, spec.shape[1] * spec.stride[1]) if spec.shape[0] == 1 else spec
 
 
 def _exposed(spec: ArraySpec, kind: LayerKind, axes: Axes, order: tuple[int, ...]) -> ArraySpec:

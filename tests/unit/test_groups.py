@@ -106,12 +106,18 @@ class TestKernelGroups:
         assert manage([latents(7, 3, 5)] * 2).get_shape_desc(0).block_stride_elems == 15
         assert manage([latents(1, 3, 5, pad=4)] * 2).get_shape_desc(0).block_stride_elems == 15
 
+    def test_padding_between_slots_that_were_one_axis_with_the_blocks(self) -> None:
+        for num_blocks in (7, 1):
+            layers = [ArraySpec((num_blocks, 3, 5), (3 * 7, 7, 1), 0, F2)]
+            assert manage(layers * 2).get_shape_desc(0).block_stride_elems == 21
+
     @pytest.mark.parametrize(
         ("format", "spec", "where"),
         [
             (F.NL_X_TWO_NB_BS_NH_HS, ArraySpec((2, 7, 3, 5, 2), (211, 30, 10, 2, 1), 0, F2), "in NL_X_TWO_NB_BS_NH_HS"),
             (F.NL_X_NB_TWO_BS_NH_HS, ArraySpec((7, 2, 3, 5, 2), (61, 30, 10, 2, 1), 0, F2), "in NL_X_NB_TWO_BS_NH_HS"),
             (F.NL_X_NB_BS_HS, ArraySpec((7, 3, 5), (24, 7, 1), 0, F2), "inside a block"),
+            (F.NL_X_NB_BS_HS, ArraySpec((7, 3, 5), (12, 4, 1), 0, F2), "inside a block"),
         ],
     )
     def test_padding_elsewhere_is_refused(self, format: F, spec: ArraySpec, where: str) -> None:
@@ -183,8 +189,8 @@ class TestChunkSize:
     def test_a_window_below_it_is_a_whole_number_of_blocks(self) -> None:
         with pytest.raises(
             ValueError,
-            match="has a sliding window of 7 tokens, below the chunk of 48 and no whole number of its blocks of 3 tokens; "
-            "use a chunk of at most 7 tokens, a multiple of 3, or report the window in whole blocks",
+            match="has a sliding window of 7 tokens, below the chunk of 48 and no whole number of its blocks of 3 "
+            "tokens; use a chunk of at most 7 tokens, a multiple of 3, or report the window in whole blocks",
         ):
             manage([latents(7, 3, 5)], [info(0, 0, sw_size_tokens=7)])
         with pytest.raises(ValueError, match="no whole number of its blocks of 16 tokens; report the window in whole"):
