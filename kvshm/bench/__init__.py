@@ -71,14 +71,21 @@ def run(args: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             print(f"kvshm bench: --plot {args.plot}: {error}", file=sys.stderr)
             return 2
-    result = _measure(args)
+    parts = list(args.only or SECTIONS)
+    if "server" in parts and not served.is_there():
+        if args.only:
+            print("kvshm bench --only server needs zmq: pip install 'kvshm[server]'", file=sys.stderr)
+            return 2
+        print("kvshm bench: server is skipped: pyzmq is not installed (kvshm[server])", file=sys.stderr)
+        parts.remove("server")
+    result = _measure(args, parts)
     print(json.dumps(result.to_json(), indent=2) if args.json else describe(result, before))
     if args.plot is not None:
         draw(result, args.plot)
     return 0
 
 
-def _measure(args: argparse.Namespace) -> Run:
+def _measure(args: argparse.Namespace, names: list[str]) -> Run:
     repeat = args.repeat or (1 if args.quick else 9)
     nbytes = args.size or (2**20 if args.quick else 128 * 2**20)
     threads = args.threads or sorted({1, default_num_threads(sys.maxsize)})
@@ -90,7 +97,7 @@ def _measure(args: argparse.Namespace) -> Run:
         "server": lambda: served.measure_server(quick=args.quick),
     }
     result = Run(machine=machine(), settings={"nbytes": nbytes, "threads": threads, "repeat": repeat})
-    for name in args.only or SECTIONS:
+    for name in names:
         if sys.stderr.isatty():
             print(f"measuring {name} ...", file=sys.stderr)
         for measurement in parts[name]():

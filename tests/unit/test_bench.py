@@ -135,10 +135,27 @@ def test_the_server_is_measured(capsys: pytest.CaptureFixture[str], monkeypatch:
     pytest.importorskip("zmq")
     from kvshm.bench import server_process
 
-    found = [server_process.Measurement("round trip", 7.0, "us")]
+    found = [Amount("server: round trip", 7.0, "us")]
     monkeypatch.setattr(server_process, "measure", lambda *a, **k: found)  # which takes half a minute
     run = run_bench(capsys, "--only", "server")
     assert run["amounts"] == [{"name": "server: round trip", "value": 7.0, "unit": "us"}]
+
+
+def test_without_pyzmq_there_is_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.served, "is_there", lambda: False)
+    measured: list[str] = []
+
+    def measure(args: argparse.Namespace, names: list[str]) -> Run:
+        measured.extend(names)
+        return Run(machine={}, settings={})
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    assert main(["bench", "--only", "memory", "server"]) == 2
+    assert capsys.readouterr().err == "kvshm bench --only server needs zmq: pip install 'kvshm[server]'\n"
+    assert not measured
+    assert main(["bench", "--json"]) == 0
+    assert "server is skipped: pyzmq is not installed" in capsys.readouterr().err
+    assert measured == ["transfers", "growth", "costs", "memory"]
 
 
 def test_parts_may_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
