@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import socket
+import stat
 
 import zmq
 
@@ -58,6 +59,8 @@ def bind(sock: zmq.Socket[bytes], endpoint: str) -> str:
         OSError: It is taken, or no address of this host.
     """
     path = endpoint.removeprefix("ipc://")
+    if path != endpoint and os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError(errno.EEXIST, f"{path} is there and no socket, and listening would remove it; give another path")
     if path != endpoint and _is_served(path):
         raise OSError(errno.EADDRINUSE, f"another server listens on {endpoint}; stop it or give another path")
     if "[" in endpoint:
