@@ -49,6 +49,7 @@ NOT_REGISTERED = "is not registered with this server"  # in the reason of a fail
 _MAX_ID = 2**63 - 1
 _MAX_SALT = 128
 _MAX_NESTING = 4
+_MAX_WORKERS = 1024  # and readers of a chunk: each costs the loop time in a lookup
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 
 NO_RESULT = object()
@@ -245,15 +246,15 @@ def _integers(value: Any, name: str) -> tuple[int, ...]:
 _key = _record(
     {
         "model_name": _text,
-        "world_size": _integer(1, 2**16),
-        "worker_id": _optional(_integer(0, 2**16)),
+        "world_size": _integer(1, _MAX_WORKERS),
+        "worker_id": _optional(_integer(0, _MAX_WORKERS)),
         "token_ids": _int64s(MAX_TOKENS),
         "start": _integer(0),
         "end": _integer(0),
         "request_id": _text,
         "cache_salt": _text,
         "request_configs": _optional(_mapping),
-        "num_kv_readers": _integer(0, 2**16),
+        "num_kv_readers": _integer(0, _MAX_WORKERS),
     },
     CacheKey,
     frozenset({"cache_salt", "request_configs", "num_kv_readers"}),
@@ -274,7 +275,7 @@ _engine_driven = _record(
     {
         "instance_id": _integer(-_MAX_ID),
         "model_name": _text,
-        "world_size": _integer(1, 2**16),
+        "world_size": _integer(1, _MAX_WORKERS),
         "block_size": _integer(1, 2**31),
         "num_layers": _integer(1, 2**20),
         "hidden_dim_size": _integer(1, 2**40),
@@ -301,7 +302,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         "register_kv_cache",
         1,
-        (_instance, _wrappers, _text, _integer(1, 2**16), _text, _mapping, _engine_groups),
+        (_instance, _wrappers, _text, _integer(1, _MAX_WORKERS), _text, _mapping, _engine_groups),
         NO_RESULT,
     ),
     Operation("unregister_kv_cache", 2, (_instance,), NO_RESULT),
@@ -333,7 +334,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("get_experimental", 32, (), []),
     Operation("kvshm_hello", None, (_text,), NO_RESULT),
     # The tokens in a frame of their own: reading them as part of the key takes longer than looking them up.
-    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, 2**16)), _int64s(MAX_TOKENS)), 0),
+    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, _MAX_WORKERS)), _int64s(MAX_TOKENS)), 0),
     Operation("kvshm_status", None, (), NO_RESULT),
 )
 

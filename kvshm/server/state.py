@@ -228,8 +228,8 @@ class ServerState:
                     limit = row.index(None) if None in row else len(row)
                 else:
                     windowed.append((window, _run_lengths(row)))
-        while limit and any(runs[limit - 1] < min(window, limit) for window, runs in windowed):
-            limit -= 1
+                    limit = _within(windowed[-1:], limit)
+        limit = _within(windowed, limit)
         found = []
         for worker_id, group, row in rows:
             needed = layout.needed_chunks(group, limit)
@@ -296,6 +296,13 @@ def worker_of(key: CacheKey) -> int:
     if key.worker_id is None:
         raise Refused("worker_id is nil; only lookups are about all workers")
     return key.worker_id
+
+
+def _within(windowed: list[tuple[int, list[int]]], limit: int) -> int:
+    """The longest prefix of at most ``limit`` chunks whose windows are there in all these groups."""
+    while limit and any(runs[limit - 1] < min(window, limit) for window, runs in windowed):
+        limit -= 1
+    return limit
 
 
 def _run_lengths(row: list[Entry | None]) -> list[int]:
