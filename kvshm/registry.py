@@ -1,12 +1,15 @@
 """Which class describes arrays of which kind of device.
 
-Callers that move caches of any device ask here by device type; whoever adds a device registers its class.
+Callers that move caches of any device ask here by device type; whoever adds a device registers its class. Memory of
+the host is known from the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from kvshm.wrapper import ShmArrayWrapper
 
 __all__ = ["WrapperClass", "register_wrapper", "resolve_wrapper_factory"]
 
@@ -18,7 +21,7 @@ class WrapperClass(Protocol):
         """The descriptor of ``array``."""
 
 
-_wrappers: dict[str, WrapperClass] = {}
+_wrappers: dict[str, WrapperClass] = {ShmArrayWrapper.device_type: ShmArrayWrapper}
 
 
 def register_wrapper(device_type: str, cls: WrapperClass) -> None:
@@ -35,7 +38,7 @@ def resolve_wrapper_factory(device_type: str) -> Callable[[Any], Any]:
     try:
         return _wrappers[device_type].wrap
     except KeyError:
-        known = ", ".join(repr(known) for known in sorted(_wrappers)) or "none"
+        known = ", ".join(map(repr, sorted(_wrappers)))
         raise LookupError(
             f"no wrapper is registered for device type {device_type!r}; known are {known}. "
             f"kvshm.register_wrapper(device_type, cls) adds one"

@@ -18,7 +18,6 @@ import numpy as np
 from kvshm.contiguity import attempt_permute_to_contiguous_view
 from kvshm.dtypes import DType, DTypeLike, as_dtype, dtype_name
 from kvshm.migrate import address_of, home_of, move_to_segment
-from kvshm.registry import register_wrapper
 from kvshm.shm import mappings
 from kvshm.shm import segments as shm
 from kvshm.shm.objects import SHM_NAME_PREFIX, is_posix_name
@@ -357,6 +356,3 @@ def empty_many(
         else segment.array(form, kind, offset=start // kind.itemsize)
         for form, kind, start in zip(forms, kinds, starts, strict=True)
     ]
-
-
-register_wrapper(ShmArrayWrapper.device_type, ShmArrayWrapper)

@@ -13,13 +13,13 @@ PACKAGE = Path(kvshm.__file__).parent
 
 # From the ground up; rooms in one row may not know each other unless listed in another row below.
 FLOORS = (
-    ("_version", "dtypes", "registry", "stream", "units", "threads", "copying"),
+    ("_version", "dtypes", "stream", "units", "threads", "copying"),
     ("spec",),
     ("contiguity", "shm"),
     ("formats", "posix_shm"),
     ("layout", "migrate"),
     ("wrapper", "strategies"),
-    ("wire",),
+    ("wire", "registry"),
     ("planes", "staging"),
     ("context",),
     ("transfer", "prefix"),
