@@ -7,6 +7,7 @@ finds nothing. What a caller gets wrong (too few block ids, no integers) raises 
 from __future__ import annotations
 
 import logging
+import operator
 import secrets
 import threading
 from collections import deque
@@ -77,6 +78,7 @@ class Engine:
         self._raises = raises
         self._lock = threading.RLock()
         self._lookups: deque[_Lookup] = deque()
+        self._lookups_lock = threading.Lock()  # of their own: registering anew holds the other for as long as it takes
         self._generation = 0  # registrations so far
         self._server: ServerInfo | None = None  # that it is registered with
         self._is_over = False  # unregistered for good
@@ -163,8 +165,12 @@ class Engine:
         """
         tokens, num_chunks = self._chunks(token_ids)
         ids = self._kernel_block_ids(block_ids, num_chunks)
-        if skip_first_n_tokens < 0:
-            raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens}; it cannot be negative")
+        try:
+            skip = min(operator.index(skip_first_n_tokens), tokens.size)
+        except TypeError:
+            raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens!r}; it must be an integer") from None
+        if skip < 0:
+            raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
         if not num_chunks:
             return 0
         lookup = self._take_lookup(tokens.tobytes())
@@ -173,7 +179,7 @@ class Engine:
         unread = None if lookup is None or len(lookup.tokens) == tokens.nbytes else self._found_by(lookup, tokens.size)
 
         def work() -> int:
-            written = self._transfers.retrieve(key, ids, skip_first_n_tokens, is_locked=lookup is not None)
+            written = self._transfers.retrieve(key, ids, skip, is_locked=lookup is not None)
             self._transfers.end(request_id, unread)
             return written
 
@@ -195,8 +201,10 @@ class Engine:
             self._link.remove(self)
             if self._server is not None:
                 self._server = None
-                while self._lookups:
-                    self._forget(self._lookups.pop(), is_farewell=True)
+                with self._lookups_lock:
+                    forgotten, self._lookups = self._lookups, deque()
+                for lookup in forgotten:
+                    self._forget(lookup, is_farewell=True)
                 self._attempt(self._transfers.unregister, is_farewell=True)
             self._transfers.let_go()
         self._transfers.forget_late_replies()
@@ -230,7 +238,8 @@ class Engine:
             self._transfers.register(info)
             # From the first ping on, silence is judged by the shorter limit, also if this process dies right now.
             self._link.ping(self.instance_id)
-            self._lookups.clear()
+            with self._lookups_lock:
+                self._lookups.clear()
             self._generation += 1
             self._server = info
             self._link.add(self)
@@ -326,7 +335,7 @@ class Engine:
         return ids
 
     def _remember(self, lookup: _Lookup) -> None:
-        with self._lock:
+        with self._lookups_lock:
             self._lookups.append(lookup)
             forgotten = self._lookups.popleft() if len(self._lookups) > _MAX_REMEMBERED_LOOKUPS else None
         if forgotten is not None:
@@ -345,7 +354,7 @@ class Engine:
 
     def _take_lookup(self, tokens: bytes) -> _Lookup | None:
         """The latest lookup that found at least these tokens, which is used up by that."""
-        with self._lock:
+        with self._lookups_lock:
             for lookup in reversed(self._lookups):
                 if lookup.tokens.startswith(tokens):
                     self._lookups.remove(lookup)

@@ -860,3 +860,41 @@ def test_ids_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = {ServerDrivenTransfers(nothing, nothing).instance_id for _ in range(2000)}
     assert len(ids) == 2000
     assert all(0 <= number < 2**63 for number in ids)
+
+
+def test_a_skip_that_is_no_number_is_refused(server: CacheServer) -> None:
+    with CacheClient(server.endpoint) as client:
+        layers = kvshm.empty_many([(2, 7, 3, 2, 5)], ["float16"])
+        engine = client.register(layers, "model", layout_hints={"kv_layout": "NHD"})
+        tokens, blocks = list(range(12)), [1, 2, 3, 4]
+        wrong: Any
+        for wrong in (1.5, "1", None, -1):
+            with pytest.raises(ValueError, match="skip_first_n_tokens"):
+                engine.retrieve(tokens, blocks, skip_first_n_tokens=wrong)
+        assert engine.store(tokens, blocks) == 12
+        assert engine.lookup(tokens) == 12
+        assert engine.retrieve(tokens, blocks, skip_first_n_tokens=2**70) == 12, "all of it is there already"
+        engine.unregister()
+
+
+def test_a_retrieve_does_not_wait_for_a_registration(server: CacheServer) -> None:
+    with CacheClient(server.endpoint) as client:
+        layers = kvshm.empty_many([(2, 7, 3, 2, 5)], ["float16"])
+        engine = client.register(layers, "model", layout_hints={"kv_layout": "NHD"})
+        tokens, blocks = list(range(12)), [1, 2, 3, 4]
+        assert engine.store(tokens, blocks) == 12
+        assert engine.lookup(tokens) == 12
+        held, done = threading.Event(), threading.Event()
+
+        def register_slowly() -> None:
+            with engine._lock:
+                held.set()
+                assert done.wait(60)
+
+        slow = threading.Thread(target=register_slowly)
+        slow.start()
+        assert held.wait(60)
+        assert engine.retrieve(tokens, blocks) == 12
+        done.set()
+        slow.join()
+        engine.unregister()
