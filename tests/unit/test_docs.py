@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,9 +20,10 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```", STRATEGIES, re.MULTILINE | re.DO
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=range(1, len(EXAMPLES) + 1))
-def test_examples_of_strategies_run(example: str) -> None:
-    scope: dict[str, Any] = {}
-    exec(compile(example, "docs/strategies.md", "exec"), scope)
+def test_examples_of_strategies_run(example: str, tmp_path: Path) -> None:
+    path = tmp_path / "example.py"  # a file, as Hypothesis reads the source of its tests
+    path.write_text(example)
+    scope = runpy.run_path(str(path))
     tests = [value for name, value in scope.items() if name.startswith("test_")]
     assert len(tests) == 1
     tests[0]()
