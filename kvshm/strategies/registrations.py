@@ -15,14 +15,8 @@ from kvshm.formats import EngineKVFormat
 from kvshm.layout import EngineGroupInfo, KVLayerGroupsManager
 from kvshm.spec import ArraySpec
 from kvshm.strategies.arrays import array_specs, orders
-from kvshm.strategies.caches import (
-    REGISTRABLE_FORMATS,
-    LayerKind,
-    PagedCache,
-    draw_cache,
-    draw_layer_kind,
-    kv_formats,
-)
+from kvshm.strategies.caches import LayerKind, PagedCache, draw_cache, draw_layer_kind
+from kvshm.strategies.forms import REGISTRABLE_FORMATS, kv_formats
 
 __all__ = ["Registration", "block_id_lists", "chunk_sizes", "engine_groups", "registrations"]
 
