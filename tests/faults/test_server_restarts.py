@@ -80,7 +80,7 @@ def test_an_engine_that_leaves_while_the_server_is_away_holds_nothing_of_it() ->
     name = f"kvshm_restart_{os.getpid()}"
     layers: list[Any] = [np.ones((2, 7, 16, 2, 6), np.float16)]
     with server_to_kill(name) as endpoint:
-        client = CacheClient(endpoint, timeout_s=2, heartbeat_s=60)
+        client = CacheClient(endpoint, timeout_s=20, heartbeat_s=60)
         engine = client.register(layers, "model", layout_hints={"kv_layout": "NHD"}, transfer_mode="engine_driven")
         assert engine.store(list(range(256)), [1] * 16) == 256
     assert name in Path("/proc/self/maps").read_text(), "the engine holds the pool of the server that went"
