@@ -330,7 +330,15 @@ class Engine:
                     f"{num_chunks} chunks of {self.chunk_size} tokens take {needed} blocks of kernel group {index}, "
                     f"but {array.size} block ids came"
                 )
-            ids.append(array[:needed])
+            array = array[:needed]
+            num_blocks = group.shape_desc.nb
+            # Of a group with a window some ids move nothing, and may be anything.
+            if group.sw_size_tokens == -1 and needed and not 0 <= array.min() <= array.max() < num_blocks:
+                wrong = array[(array < 0) | (array >= num_blocks)]
+                raise ValueError(
+                    f"block_ids of kernel group {index} hold {wrong[0]}, but its cache has blocks [0, {num_blocks})"
+                )
+            ids.append(array)
         self._transfers.check_block_ids(ids)
         return ids
 

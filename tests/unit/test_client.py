@@ -238,12 +238,8 @@ def test_mixed_groups_copied_by_the_engine(client: CacheClient) -> None:
 def test_block_ids_out_of_range(client: CacheClient, mode: Any) -> None:
     with client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode) as engine:
         for ids in ([*BLOCKS[:5], 31], [*BLOCKS[:5], -1]):
-            if mode == "engine_driven":
-                with pytest.raises(ValueError, match="there are 31 blocks"):
-                    engine.store(TOKENS, ids)
-            else:
-                assert engine.store(TOKENS, ids) == 0
-                assert "blocks [0, 31)" in (client.last_error or "")
+            with pytest.raises(ValueError, match=r"has blocks \[0, 31\)"):
+                engine.store(TOKENS, ids)
     assert client.status()["objects"]["cached"] == 0
 
 
@@ -897,4 +893,17 @@ def test_a_retrieve_does_not_wait_for_a_registration(server: CacheServer) -> Non
         assert engine.retrieve(tokens, blocks) == 12
         done.set()
         slow.join()
+        engine.unregister()
+
+
+def test_ids_that_are_no_blocks_are_refused_before_anything_is_sent(server: CacheServer) -> None:
+    with CacheClient(server.endpoint) as client:
+        layers = kvshm.empty_many([(2, 7, 3, 2, 5)], ["float16"])
+        engine = client.register(layers, "model", layout_hints={"kv_layout": "NHD"})
+        for wrong in (7, -1, 2**40):
+            with pytest.raises(ValueError, match=r"has blocks \[0, 7\)"):
+                engine.store(list(range(12)), [1, 2, 3, wrong])
+            with pytest.raises(ValueError, match=r"has blocks \[0, 7\)"):
+                engine.retrieve(list(range(12)), [1, 2, 3, wrong])
+        assert engine.store(list(range(11)), [1, 2, 99, 98]) == 6, "blocks of no whole chunk are not looked at"
         engine.unregister()

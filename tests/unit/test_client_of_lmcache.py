@@ -150,7 +150,7 @@ def test_ids_of_no_block_are_not_sent(server: Standing, wrong: int) -> None:
         assert engine.lookup(TOKENS) == 3 * CHUNK
         server.take_asked()
         for move in (engine.store, engine.retrieve):
-            with pytest.raises(ValueError, match=r"block ids of kernel group 0 reach from .* but there are 31 blocks"):
+            with pytest.raises(ValueError, match=r"kernel group 0 hold .* has blocks \[0, 31\)"):
                 move(TOKENS, [*BLOCKS[:-1], wrong])
         assert server.take_asked() == []
         assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK, "the lookup was not used up"
