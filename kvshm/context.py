@@ -76,6 +76,7 @@ class CPUCacheContext:
         )
         if full_sw_kv:
             manager.enable_full_sw_kv()
+        manager.freeze()  # transfers work out offsets once
         self._kv_caches: ArrayTree = normalised
         self._num_layers = len(formats)
         self._manager = manager

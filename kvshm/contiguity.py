@@ -15,7 +15,13 @@ import numpy as np
 
 from kvshm.spec import ArraySpec, restride
 
-__all__ = ["ArrayTree", "attempt_permute_to_contiguous_view", "check_first_axis_padding", "storage_order"]
+__all__ = [
+    "ArrayTree",
+    "attempt_permute_to_contiguous_view",
+    "axes_in_memory",
+    "check_first_axis_padding",
+    "storage_order",
+]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 ArrayTree: TypeAlias = Any
@@ -90,13 +96,31 @@ def _in_storage_order(
     return order, shape, tuple(steps)
 
 
+def axes_in_memory(leaf: ArraySpec | Array) -> tuple[int, ...]:
+    """The axes of an array or a spec in the order in which :func:`attempt_permute_to_contiguous_view` puts them.
+
+    Raises:
+        ValueError: As there.
+    """
+    if isinstance(leaf, np.ndarray):
+        if _is_in_order(leaf):
+            return tuple(range(leaf.ndim))
+        leaf = ArraySpec.of(leaf)
+    return _in_storage_order(leaf.shape, leaf.stride)[0]
+
+
+def _is_in_order(array: Array) -> bool:
+    """Whether nothing is to be done, told without a look at the strides."""
+    return bool(array.flags.c_contiguous) and array.size > 1 and 1 not in array.shape
+
+
 def _permuted_spec(spec: ArraySpec) -> ArraySpec:
     _, shape, stride = _in_storage_order(spec.shape, spec.stride)
     return ArraySpec(shape, stride, spec.storage_offset, spec.dtype)
 
 
 def _permuted_array(array: Array) -> Array:
-    if array.flags.c_contiguous and array.size > 1 and 1 not in array.shape:
+    if _is_in_order(array):
         return array
     spec = ArraySpec.of(array)
     order, shape, stride = _in_storage_order(spec.shape, spec.stride)

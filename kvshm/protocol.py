@@ -4,13 +4,14 @@ A request is ``[uid, operation, payload...]``, its reply ``[uid, operation, resu
 operation returns nothing. Every frame is one MessagePack value. A reply to what failed carries the operation's failure
 value in the place of the result and, as one more frame, a string that says why.
 
-Two things go beyond LMCache's protocol, and its servers never see them: token and block ids may travel as bytes
-(little-endian int64) instead of arrays, and a few operations have only a name (``kvshm_...``). Sockets are the business
-of others.
+LMCache's operations have a number. What kvshm's client and server say to each other has operations of its own, which
+have only a name (``kvshm_...``) and which LMCache's servers never see; in them token and block ids travel as bytes
+(little-endian int64). Sockets are the business of others.
 """
 
 from __future__ import annotations
 
+import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -20,11 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.layout import EngineGroupInfo
-from kvshm.prefix import Ints, int64_array
+from kvshm.integers import Ints, int64_array
+from kvshm.layout import EngineGroupInfo, ObjectLayout
 from kvshm.wrapper import ShmArrayWrapper
 
 __all__ = [
+    "MAX_BLOCK_IDS",
     "MAX_TOKENS",
     "NOT_REGISTERED",
     "NO_RESULT",
@@ -32,8 +34,10 @@ __all__ = [
     "PROTOCOL_VERSION",
     "CacheKey",
     "EngineDrivenSpec",
+    "EngineIdentity",
     "Operation",
     "ProtocolError",
+    "checked_text",
     "encode_block_ids",
     "encode_key",
     "is_uid_frame",
@@ -44,11 +48,13 @@ __all__ = [
 MAX_TOKENS = 1_000_000
 MAX_BLOCK_IDS = 1_000_000
 _MAX_TEXT = 4096
-PROTOCOL_VERSION = 1  # of what kvshm adds
+PROTOCOL_VERSION = 2  # of what kvshm adds
 NOT_REGISTERED = "is not registered with this server"  # in the reason of a failure: register (again)
 _MAX_ID = 2**63 - 1
 _MAX_SALT = 128
 _MAX_NESTING = 4
+_MAX_OBJECT_GROUPS = 1024
+_DIGEST_NBYTES = 16
 _MAX_WORKERS = 1024  # and readers of a chunk: each costs the loop time in a lookup
 _SALT_FORBIDDEN = frozenset("@/\\\0")
 
@@ -58,6 +64,58 @@ NO_RESULT = object()
 
 class ProtocolError(ValueError):
     """A message is not what the protocol says. It changed nothing."""
+
+
+def checked_text(name: str, value: object, most: int = _MAX_TEXT) -> str:
+    """A string that can travel.
+
+    Raises:
+        ValueError: No string, too long, or with lone surrogates, which no encoding has.
+    """
+    if not isinstance(value, str) or len(value) > most:
+        raise ValueError(f"{name} is {reprlib.repr(value)}; give a string of at most {most} characters")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError(f"{name} {reprlib.repr(value)} has lone surrogates, which no encoding has; give valid Unicode")
+    return value
+
+
+def _checked_salt(cache_salt: str) -> None:
+    checked_text("cache_salt", cache_salt)
+    bad = _SALT_FORBIDDEN & set(cache_salt)
+    if bad or len(cache_salt) > _MAX_SALT:
+        raise ValueError(
+            f"cache_salt {cache_salt[:_MAX_SALT]!r} must have at most {_MAX_SALT} characters (it has "
+            f"{len(cache_salt)}) and none of @ / \\ and NUL"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Whose chunks an engine shares: those of the same model, world, worker and salt.
+
+    Raises:
+        ValueError: A name or a salt that cannot travel, or numbers that are no worker of a world.
+    """
+
+    model_name: str
+    world_size: int = 1
+    worker_id: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        checked_text("model_name", self.model_name)
+        _checked_salt(self.cache_salt)
+        try:
+            object.__setattr__(self, "world_size", operator.index(self.world_size))
+            object.__setattr__(self, "worker_id", operator.index(self.worker_id))
+        except TypeError:
+            raise ValueError(
+                f"world_size {self.world_size!r} and worker_id {self.worker_id!r} must be integers"
+            ) from None
+        if not 1 <= self.world_size <= _MAX_WORKERS:
+            raise ValueError(f"world_size is {self.world_size}; give 1 to {_MAX_WORKERS}")
+        if not 0 <= self.worker_id < self.world_size:
+            raise ValueError(f"worker_id {self.worker_id} is not in [0, world_size {self.world_size})")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,19 +140,16 @@ class CacheKey:
     num_kv_readers: int = 0
 
     def __post_init__(self) -> None:
-        bad = _SALT_FORBIDDEN & set(self.cache_salt)
-        if bad or len(self.cache_salt) > _MAX_SALT:
-            raise ValueError(
-                f"cache_salt {self.cache_salt[:_MAX_SALT]!r} must have at most {_MAX_SALT} characters (it has "
-                f"{len(self.cache_salt)}) and none of @ / \\ and NUL"
-            )
+        checked_text("model_name", self.model_name)
+        checked_text("request_id", self.request_id)
+        _checked_salt(self.cache_salt)
         if not 0 <= self.start <= self.end:
             raise ValueError(f"token range [{self.start}, {self.end}) is none; it must hold 0 <= start <= end")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDrivenSpec:
-    """What an engine that copies by itself tells of its chunks."""
+    """What an engine of LMCache's that copies by itself tells of its chunks."""
 
     instance_id: int
     model_name: str
@@ -105,9 +160,6 @@ class EngineDrivenSpec:
     dtype_str: str
     use_mla: bool
     num_physical_slots: int | None = None
-    # kvshm's own; LMCache's servers ignore them.
-    layout_fingerprint: bytes = b""  # tells layouts apart that these numbers do not
-    life_sign: str = ""  # a segment that is in use as long as the engine's process lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +334,64 @@ _engine_driven = _record(
         "dtype_str": _text,
         "use_mla": _boolean,
         "num_physical_slots": _optional(_integer(1, 2**31)),
-        "layout_fingerprint": _binary,
-        "life_sign": _text,
     },
     EngineDrivenSpec,
-    frozenset({"num_physical_slots", "layout_fingerprint", "life_sign"}),
+    frozenset({"num_physical_slots"}),
 )
+_identity = _record(
+    {
+        "model_name": _text,
+        "world_size": _integer(1, _MAX_WORKERS),
+        "worker_id": _integer(0, _MAX_WORKERS),
+        "cache_salt": _text,
+    },
+    EngineIdentity,
+    frozenset(),
+)
+
+
+def _digest(value: Any, name: str) -> bytes:
+    if type(value) is not bytes or len(value) != _DIGEST_NBYTES:
+        raise _refuse(value, name, f"{_DIGEST_NBYTES} bytes")
+    return value
+
+
+def _kind(value: Any, name: str) -> str:
+    if value not in ("attention", "recurrent", "aux"):
+        raise _refuse(value, name, "'attention', 'recurrent' or 'aux'")
+    return str(value)
+
+
+_object_layout = _record(
+    {
+        "meaning": _digest,
+        "nbytes": _integer(0, 2**40),
+        "num_chunks_in_sw": _integer(-1),
+        "kind": _kind,
+    },
+    ObjectLayout,
+    frozenset(),
+)
+
+
+def _object_layouts(value: Any, name: str) -> tuple[ObjectLayout, ...]:
+    entries = _list(value, name)
+    if not 1 <= len(entries) <= _MAX_OBJECT_GROUPS:
+        raise ProtocolError(f"{name} has {len(entries)} object groups; 1 to {_MAX_OBJECT_GROUPS} are allowed")
+    return tuple(_object_layout(item, f"{name}[{index}]") for index, item in enumerate(entries))
+
+
+def _chunk_indices(value: Any, name: str) -> tuple[tuple[int, ...], ...]:
+    """Per object group some chunks, in rising order."""
+    read = _int64s(MAX_TOKENS)
+    groups = [read(chunks, f"{name}[{index}]") for index, chunks in enumerate(_list(value, name))]
+    if len(groups) > _MAX_OBJECT_GROUPS or any(
+        chunks.size and (chunks[0] < 0 or (np.diff(chunks) < 1).any()) for chunks in groups
+    ):
+        raise ProtocolError(
+            f"{name} must hold rising chunk numbers for each of up to {_MAX_OBJECT_GROUPS} object groups"
+        )
+    return tuple(tuple(chunks.tolist()) for chunks in groups)
 
 
 def _engine_groups(value: Any, name: str) -> tuple[EngineGroupInfo, ...]:
@@ -295,7 +399,9 @@ def _engine_groups(value: Any, name: str) -> tuple[EngineGroupInfo, ...]:
 
 
 _instance = _integer(-_MAX_ID)
-_deadline = _optional(_integer(0))  # nanoseconds of the server's monotonic clock
+_null_block = _optional(_integer(-_MAX_ID))
+_tokens = _int64s(MAX_TOKENS)
+_deadline = _integer(0)  # nanoseconds of the server's monotonic clock
 _STORE_FAILED = [b"", False]
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -306,14 +412,8 @@ OPERATIONS: tuple[Operation, ...] = (
         NO_RESULT,
     ),
     Operation("unregister_kv_cache", 2, (_instance,), NO_RESULT),
-    Operation("store", 6, (_key, _instance, _block_ids, _binary, _deadline), _STORE_FAILED, num_optional=1),
-    Operation(
-        "retrieve",
-        7,
-        (_key, _instance, _block_ids, _binary, _integer(0), _deadline),
-        _STORE_FAILED,
-        num_optional=2,
-    ),
+    Operation("store", 6, (_key, _instance, _block_ids, _binary), _STORE_FAILED),
+    Operation("retrieve", 7, (_key, _instance, _block_ids, _binary, _integer(0)), _STORE_FAILED, num_optional=1),
     Operation("lookup", 8, (_key, _integer(0)), NO_RESULT),
     Operation("query_prefetch_status", 9, (_text,), 0),
     Operation("wait_prefetch_status", 10, (_text, _seconds), 0),
@@ -333,8 +433,31 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("noop", 24, (), ""),
     Operation("get_experimental", 32, (), []),
     Operation("kvshm_hello", None, (_text,), NO_RESULT),
-    # The tokens in a frame of their own: reading them as part of the key takes longer than looking them up.
-    Operation("kvshm_lookup", None, (_key, _instance, _optional(_integer(0, _MAX_WORKERS)), _int64s(MAX_TOKENS)), 0),
+    Operation(
+        "kvshm_register_server_driven",
+        None,
+        (_instance, _identity, _wrappers, _text, _mapping, _engine_groups, _null_block),
+        NO_RESULT,
+    ),
+    Operation("kvshm_register_engine_driven", None, (_instance, _identity, _object_layouts, _text), {}),
+    Operation("kvshm_unregister", None, (_instance,), NO_RESULT),
+    # Tokens in a frame of their own: reading them as part of a map takes longer than looking them up.
+    Operation("kvshm_lookup", None, (_instance, _optional(_text), _tokens), 0),
+    Operation("kvshm_count", None, (_instance, _tokens), 0),
+    Operation("kvshm_release", None, (_instance, _optional(_text), _optional(_tokens)), NO_RESULT),
+    Operation("kvshm_store", None, (_instance, _tokens, _block_ids, _deadline), 0),
+    Operation(
+        "kvshm_retrieve",
+        None,
+        (_instance, _optional(_text), _tokens, _block_ids, _integer(0), _deadline),
+        False,
+    ),
+    Operation("kvshm_settle", None, (_instance,), NO_RESULT),
+    Operation("kvshm_prepare_store", None, (_instance, _text, _tokens, _chunk_indices), {}),
+    Operation("kvshm_commit_store", None, (_instance, _text), 0),
+    Operation("kvshm_prepare_retrieve", None, (_instance, _optional(_text), _text, _tokens), []),
+    Operation("kvshm_commit_retrieve", None, (_instance, _text), False),
+    Operation("kvshm_give_back", None, (_instance, _text), NO_RESULT),
     Operation("kvshm_status", None, (), NO_RESULT),
 )
 

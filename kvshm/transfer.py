@@ -46,7 +46,6 @@ class _Group:
     blocks_per_chunk: int
     kept_blocks: int  # of a chunk, the last ones
     slots_per_block: int
-    tokens_per_slot: int
     is_writable: bool
 
     @property
@@ -139,7 +138,9 @@ def scatter_chunks(
     Args:
         block_ids: As for :func:`gather_chunks`.
         chunks: Per chunk, a contiguous buffer of :func:`object_group_nbytes` bytes; None where nothing is written.
-        skip_first_n_tokens: No slot that holds one of so many tokens from the first chunk on is written.
+        skip_first_n_tokens: Leading tokens to leave untouched: no slot that holds one of them is written. Pages that
+            are no rows of tokens (index pages, recurrent state) are written whole if one of their tokens is not among
+            them, else not at all.
         null_block_id: The block that several tokens may be written to; what it holds then is the last of them.
         num_threads: As for :func:`gather_chunks`.
 
@@ -148,7 +149,7 @@ def scatter_chunks(
             a chunk is missing, the cache is read-only, or the context is closed. Nothing has been written.
         IndexError: No such object group.
     """
-    plan = _plan(context, object_group_idx)
+    plan, manager = _plan(context, object_group_idx), context.kv_layer_groups_manager
     skip = operator.index(skip_first_n_tokens)
     if skip < 0:
         raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
@@ -162,7 +163,8 @@ def scatter_chunks(
         rows = _ids_per_chunk(plan, group, block_ids, len(buffers))
         pieces = []
         for index in range(max(0, len(buffers) - in_window), len(buffers)):
-            first_slot = _first_slot(plan, group, skip - index * plan.tokens_per_chunk)
+            protected = skip - index * plan.tokens_per_chunk
+            first_slot = manager.first_kept_slot(group.kernel_group_idx, protected)
             if first_slot >= group.kept_blocks * group.slots_per_block:
                 continue
             chunk = buffers[index]
@@ -215,7 +217,6 @@ def _make_group(context: CPUCacheContext, object_group_idx: int, kernel_group_id
         blocks_per_chunk=manager.blocks_per_chunk(kernel_group_idx),
         kept_blocks=kept_blocks,
         slots_per_block=group.slots_per_block,
-        tokens_per_slot=group.tokens_per_block // group.slots_per_block,
         is_writable=all(plane.paged.flags.writeable for plane in paged_planes),
     )
 
@@ -268,13 +269,6 @@ def _ids_per_chunk(plan: _ObjectGroup, group: _Group, block_ids: BlockIds, num_c
             f"{expected}"
         )
     return ids.reshape(num_chunks, group.blocks_per_chunk)[:, group.blocks_per_chunk - group.kept_blocks :]
-
-
-def _first_slot(plan: _ObjectGroup, group: _Group, protected_tokens: int) -> int:
-    """The first kept slot of a chunk that holds none of its first tokens."""
-    slots = -(-max(0, protected_tokens) // group.tokens_per_slot)
-    cut = (group.blocks_per_chunk - group.kept_blocks) * group.slots_per_block
-    return max(0, slots - cut)
 
 
 def _piece(group: _Group, chunk: Bytes, ids: Any, first_slot: int) -> Piece:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from numbers import Real
+from typing import Any
 
-__all__ = ["format_nbytes", "format_seconds", "parse_nbytes"]
+__all__ = ["MAX_SECONDS", "checked_seconds", "format_nbytes", "format_seconds", "parse_nbytes"]
+
+MAX_SECONDS = 1e8  # three years: in nanoseconds it fits in 64 bits, whatever a clock shows
 
 _BINARY = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _DECIMAL = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -30,6 +34,19 @@ def parse_nbytes(text: str) -> int:
     if nbytes != int(nbytes):
         raise ValueError(f"{text!r} is {nbytes} bytes, which is no whole number")
     return int(nbytes)
+
+
+def checked_seconds(name: str, seconds: Any) -> float:
+    """A time that can be waited for; ``name`` is what an error calls it.
+
+    Raises:
+        ValueError: No number, not positive, or more than a clock can hold.
+    """
+    is_number = not isinstance(seconds, bool) and isinstance(seconds, Real)
+    value = float(seconds) if is_number else 0.0
+    if not 0 < value <= MAX_SECONDS:
+        raise ValueError(f"{name} is {seconds!r}; give a positive number of seconds, at most {MAX_SECONDS:.0f}")
+    return value
 
 
 def format_nbytes(nbytes: int) -> str:

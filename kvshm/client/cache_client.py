@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,15 +14,20 @@ from kvshm.client.connections import CacheServerError, ServerTimeoutError, Serve
 from kvshm.client.engine import Engine
 from kvshm.client.link import ServerLink
 from kvshm.client.operations import PlainOperations, ServerInfo
-from kvshm.client.transfers import EngineDrivenTransfers, Registered, ServerDrivenTransfers, Transfers
-from kvshm.context import CPUCacheContext
-from kvshm.formats import EngineType
-from kvshm.layout import EngineGroupInfo
+from kvshm.client.registration import Registration, TransferMode
+from kvshm.client.sessions import EngineCache
+from kvshm.formats import EngineType, normalize_and_discover_per_layer_formats
+from kvshm.formats.detect import count_layers
+from kvshm.formats.hints import checked_hints
+from kvshm.formats.proof import check_is_told
+from kvshm.layout import EngineGroupInfo, engine_group_layer_indices
+from kvshm.layout.engine_groups import checked_infos
+from kvshm.protocol import EngineIdentity
+from kvshm.spec import ArraySpec
+from kvshm.units import checked_seconds
 from kvshm.wrapper import ShmArrayWrapper, wrap
 
 __all__ = ["CacheClient", "CacheServerError", "ServerTimeoutError", "ServerUnreachableError"]
-
-TransferMode = Literal["lmcache_driven", "engine_driven"]
 
 
 class CacheClient(PlainOperations):
@@ -37,7 +43,7 @@ class CacheClient(PlainOperations):
         raises: Engines raise what goes wrong with the server instead of missing.
 
     Raises:
-        ValueError: The url is none, or a time is not positive.
+        ValueError: The url is none, or a time is none that a clock can hold.
     """
 
     def __init__(
@@ -51,13 +57,9 @@ class CacheClient(PlainOperations):
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("tcp://", "ipc://")):
             raise ValueError(f"url {url!r} is none; give tcp://HOST:PORT or ipc://PATH")
-        for name, value in (
-            ("timeout_s", timeout_s),
-            ("connect_timeout_s", connect_timeout_s),
-            ("heartbeat_s", heartbeat_s),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+        timeout_s = checked_seconds("timeout_s", timeout_s)
+        connect_timeout_s = checked_seconds("connect_timeout_s", connect_timeout_s)
+        heartbeat_s = checked_seconds("heartbeat_s", heartbeat_s)
         self._raises = raises
         self._link = ServerLink(url, timeout_s, connect_timeout_s, heartbeat_s)
         self._connections = self._link.connections
@@ -99,7 +101,8 @@ class CacheClient(PlainOperations):
         worker_id: int = 0,
         transfer_mode: TransferMode = "lmcache_driven",
         cache_salt: str = "",
-        null_block_id: int = 0,
+        null_block_id: int | Literal["server"] | None = "server",
+        excluded_layers: Iterable[int] = (),
     ) -> Engine:
         """Register an engine's paged cache.
 
@@ -107,68 +110,49 @@ class CacheClient(PlainOperations):
             kv_caches: Arrays or their descriptors, in a list, nested or one bare, as the format is. The server maps
                 them, so arrays must lie in shared memory or be fit to move there (:func:`kvshm.wrap`);
                 with ``transfer_mode="engine_driven"`` this process copies, and any arrays will do.
-            layout_hints: What the engine knows of its layout, such as ``{"kv_layout": "NHD"}``.
+            layout_hints: What the engine knows of its layout, such as ``{"kv_layout": "NHD"}``. What the shapes do not
+                tell must be said: a layout is never guessed.
             engine_group_infos: One per kernel group, for hybrid models.
             world_size, worker_id: Workers that share a prompt's KV; this one among them.
             cache_salt: Engines with different salts do not share.
-            null_block_id: Of ``engine_driven``: the block that stands for no data. Else the server knows it.
+            null_block_id: The block that stands for no data; None: there is none. Else the server says which it is.
+            excluded_layers: Layers that are in no engine group, and are neither stored nor retrieved.
 
         Raises:
-            ValueError: The layout is not known, does not fit the server's chunks, or is not in shared memory.
+            ValueError: The layout is not known or not told, does not fit the server's chunks, or is not in shared
+                memory; a layer is in no group and not excluded; an argument of another kind.
             CacheServerError: The server refuses it, and says why.
             ServerTimeoutError, ServerUnreachableError: The server is not there.
         """
-        if transfer_mode not in ("lmcache_driven", "engine_driven"):
-            raise ValueError(f"transfer_mode is {transfer_mode!r}; give 'lmcache_driven' or 'engine_driven'")
-        if not 0 <= worker_id < world_size:
-            raise ValueError(f"worker_id {worker_id} is not in [0, world_size {world_size})")
         if self._link.is_inherited:
             raise RuntimeError(
                 "this client was made by the parent of this process, and its heartbeat did not come along; make a "
                 "client here and register with it"
             )
+        if transfer_mode not in ("lmcache_driven", "engine_driven"):
+            raise ValueError(f"transfer_mode is {transfer_mode!r}; give 'lmcache_driven' or 'engine_driven'")
+        identity = EngineIdentity(model_name, world_size, worker_id, cache_salt)
+        null_block = _checked_null_block(null_block_id)
+        engine, hints = EngineType(engine_type), checked_hints(layout_hints)
+        specs = _specs(kv_caches)
+        infos = _checked_groups(count_layers(specs, engine, hints), engine_group_infos, excluded_layers)
+        in_groups = engine_group_layer_indices(infos)
+        normalised, formats = normalize_and_discover_per_layer_formats(specs, in_groups, engine, hints)
+        looked_at = {layer for group in in_groups for layer in group} if infos else set(range(len(formats)))
+        told = [format if layer in looked_at else None for layer, format in enumerate(formats)]
+        check_is_told(specs, told, engine, hints)
         info = self._link.info()
-        engine_type = EngineType(engine_type)
-        is_engine_driven = transfer_mode == "engine_driven"
-        wrappers = None if is_engine_driven else _wrapped(kv_caches)
-        context = CPUCacheContext(
-            kv_caches if wrappers is None else wrappers,
-            info.chunk_size,
-            dict(layout_hints or {}) or None,
-            engine_group_infos,
-            engine_type,
-            # An engine that copies by itself has one object a chunk, whole.
-            separate_object_groups=not is_engine_driven,
-            full_sw_kv=is_engine_driven,
-        )
-        transfers: Transfers
-        if wrappers is None:
-            transfers = EngineDrivenTransfers(self._link, context, model_name, world_size, null_block_id)
-        else:
-            registered = Registered(
-                wrappers,
-                kv_caches,
-                model_name,
-                world_size,
-                engine_type.value,
-                dict(layout_hints or {}),
-                tuple(engine_group_infos),
-                tuple(group.shape_desc.nb for group in context.kv_layer_groups_manager.kernel_groups),
-            )
-            transfers = ServerDrivenTransfers(self._link, registered)
-            context.close()
-        engine = Engine(
+        wrappers = None if transfer_mode == "engine_driven" else _wrapped(kv_caches)
+        registration = Registration(
             self._link,
-            transfers,
-            context.kv_layer_groups_manager,
-            model_name,
-            world_size,
-            worker_id,
-            cache_salt,
+            EngineCache(kv_caches, wrappers, normalised, tuple(formats), hints, infos, engine),
+            identity,
+            transfer_mode,
+            null_block,
             self._raises,
         )
-        engine.register_with(info)
-        return engine
+        registration.register_with(info)
+        return Engine(registration, self, self._link.leave)
 
     def close(self) -> None:
         """Unregister what is registered, within half a second, and close; idempotent."""
@@ -189,6 +173,59 @@ def _wrapped(kv_caches: Any) -> Any:
         return kv_caches
     if isinstance(kv_caches, np.ndarray):
         return wrap(kv_caches)
+    return [_wrapped(item) for item in kv_caches]
+
+
+def _specs(kv_caches: Any) -> Any:
+    """Specs in place of arrays and descriptors, in the same nesting."""
+    if isinstance(kv_caches, ShmArrayWrapper):
+        return kv_caches.spec
+    if isinstance(kv_caches, np.ndarray):
+        return ArraySpec.of(kv_caches)
     if isinstance(kv_caches, list | tuple):
-        return [_wrapped(item) for item in kv_caches]
+        return [_specs(item) for item in kv_caches]
     raise ValueError(f"kv_caches holds {type(kv_caches).__name__}; give arrays or ShmArrayWrapper, or lists of them")
+
+
+def _checked_groups(
+    num_layers: int, engine_group_infos: Sequence[EngineGroupInfo], excluded_layers: Iterable[int]
+) -> tuple[EngineGroupInfo, ...]:
+    """The engine groups, which hold every layer that is not excluded.
+
+    Raises:
+        ValueError: A layer is in none, or in one and excluded.
+    """
+    infos = checked_infos(engine_group_infos)
+    try:
+        excluded = set(map(operator.index, excluded_layers))
+    except TypeError:
+        raise ValueError(f"excluded_layers is {excluded_layers!r}; give the indices of layers") from None
+    unknown = sorted(layer for layer in excluded if not 0 <= layer < num_layers)
+    if unknown:
+        raise ValueError(f"excluded_layers names layers {unknown}, but the layers are 0 to {num_layers - 1}")
+    if not infos:
+        rest = tuple(layer for layer in range(num_layers) if layer not in excluded)
+        return (EngineGroupInfo(0, rest),) if excluded else ()
+    in_groups = {layer for info in infos for layer in info.layer_indices}
+    both = sorted(in_groups & excluded)
+    if both:
+        raise ValueError(f"layers {both} are in an engine group and in excluded_layers; leave them out of one")
+    missing = sorted(set(range(num_layers)) - in_groups - excluded)
+    if missing:
+        raise ValueError(
+            f"layers {missing} are in no engine group, so they would be neither stored nor retrieved; add them to an "
+            f"EngineGroupInfo, or name them in excluded_layers if that is meant"
+        )
+    return infos
+
+
+def _checked_null_block(null_block_id: Any) -> int | Literal["server"] | None:
+    if null_block_id is None or null_block_id == "server":
+        return null_block_id if null_block_id is None else "server"
+    try:
+        block = operator.index(null_block_id)
+    except TypeError:
+        block = None
+    if block is None or not -(2**63) < block < 2**63:
+        raise ValueError(f"null_block_id is {null_block_id!r}; give the id of a block, or None where there is none")
+    return block

@@ -12,12 +12,14 @@ import itertools
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from kvshm import wire
+from kvshm.units import checked_seconds
 
 __all__ = [
     "CacheServerError",
@@ -32,6 +34,7 @@ __all__ = [
 _SLICE_S = 0.05
 _FIRST_SLICE_MS = 10
 _MAX_IDLE = 64
+_MAX_KEPT = 64
 # A connection has a few requests under way at most, so uids of one byte, used over and over, tell them apart.
 _UIDS = [wire.pack(uid) for uid in range(128)]
 _PLAIN_REPLIES = {wire.pack(value): value for value in (None, True, False, "OK")}
@@ -59,7 +62,7 @@ class Reply(NamedTuple):
 class Connection:
     """One DEALER socket. Used by one thread at a time."""
 
-    __slots__ = ("_connect_timeout_s", "_next_uid", "_url", "socket", "uid")
+    __slots__ = ("_connect_timeout_s", "_monitor", "_next_uid", "_url", "socket", "uid")
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, connect_timeout_s: float) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -73,7 +76,18 @@ class Connection:
         self._url = url
         self._connect_timeout_s = connect_timeout_s
         self._next_uid = itertools.cycle(range(len(_UIDS)))
+        self._monitor: zmq.Socket[bytes] | None = None
         self.uid = -1  # of the request sent last
+
+    def watch(self) -> None:
+        """Notice from now on when the connection breaks: ZeroMQ would connect again without a word."""
+        if self._monitor is None:
+            self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    @property
+    def was_disconnected(self) -> bool:
+        """Whether the connection broke since :meth:`watch`, or is not there now."""
+        return not self.is_connected or (self._monitor is not None and bool(self._monitor.poll(0)))
 
     @property
     def is_connected(self) -> bool:
@@ -92,7 +106,7 @@ class Connection:
             self.socket.send_multipart(frames)
         except zmq.Again:
             wait_s = min(self._connect_timeout_s, deadline - time.monotonic())
-            if wait_s <= 0 or not self.socket.poll(max(1, int(wait_s * 1e3)), zmq.POLLOUT):
+            if wait_s <= 0 or not self.socket.poll(_milliseconds(wait_s), zmq.POLLOUT):
                 raise ServerUnreachableError(
                     f"no cache server answers at {self._url} (waited {max(wait_s, 0):.2f} s); start one with kvshm "
                     f"serve"
@@ -125,7 +139,7 @@ class Connection:
                     return uid, reply
 
     def _wait(self, deadline: float, what: str) -> None:
-        while not self.socket.poll(max(1, int(1e3 * min(_SLICE_S, deadline - time.monotonic())))):
+        while not self.socket.poll(_milliseconds(min(_SLICE_S, deadline - time.monotonic()))):
             if not self.is_connected:
                 raise ServerUnreachableError(f"the cache server at {self._url} went away before it answered {what}")
             if time.monotonic() >= deadline:
@@ -144,7 +158,16 @@ class Connection:
 
     def close(self) -> None:
         """Close at once; what was not sent is dropped."""
+        if self._monitor is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
         self.socket.close(0)
+
+
+def _milliseconds(seconds: float) -> int:
+    """For a poll, which takes 31 bits: a month at most."""
+    return min(max(1, int(1e3 * seconds)), 2**31 - 1)
 
 
 def _read_reply(frames: list[bytes], uid: int) -> Reply | None:
@@ -172,15 +195,20 @@ class Connections:
         self._start()
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
+        # Re-entrant: a client that the collector drops is closed in whatever this thread is doing.
+        self._lock = threading.RLock()
         self._pid = os.getpid()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
+        self._kept: OrderedDict[str, Connection] = OrderedDict()  # by the request that will be spoken of again
         self._is_closed = False
 
-    def take(self) -> Connection:
+    def take(self, about: str | None = None) -> Connection:
         """A connection for the calling thread alone, until :meth:`give` or :meth:`discard`.
+
+        Args:
+            about: A request whose results belong to the connection that it was made on: that one, if it was kept.
 
         Raises:
             ValueError: The client is closed.
@@ -188,21 +216,35 @@ class Connections:
         if self._pid != os.getpid():
             # Sockets do not survive a fork, and a lock may be held by a thread that did not. The parent's are left
             # untouched, and are the parent's to close.
-            self._inherited = (self._context, self._idle, self._busy)
+            self._inherited = (self._context, self._idle, self._busy, self._kept)
             self._start()
         with self._lock:
             if self._is_closed:
                 raise ValueError("the cache client is closed; make a new one")
-            connection = self._idle.pop() if self._idle else None
+            connection = None if about is None else self._kept.pop(about, None)
+            if connection is None:
+                connection = self._idle.pop() if self._idle else None
             if connection is None:
                 connection = Connection(self._context, self.url, self.connect_timeout_s)
             self._busy.add(connection)
             return connection
 
-    def give(self, connection: Connection) -> None:
-        """Give back a connection that awaits no reply."""
+    def give(self, connection: Connection, keep_for: str | None = None) -> None:
+        """Give back a connection that awaits no reply.
+
+        Args:
+            keep_for: A request of which more will be said on this connection.
+        """
         with self._lock:
-            if connection in self._busy and not self._is_closed and len(self._idle) < _MAX_IDLE:
+            is_open = connection in self._busy and not self._is_closed
+            if is_open and keep_for is not None and keep_for not in self._kept:
+                self._busy.remove(connection)
+                self._kept[keep_for] = connection
+                if len(self._kept) <= _MAX_KEPT:
+                    return
+                connection = self._kept.popitem(last=False)[1]
+                self._busy.add(connection)
+            if is_open and len(self._idle) < _MAX_IDLE:
                 self._busy.remove(connection)
                 self._idle.append(connection)
                 return
@@ -217,20 +259,34 @@ class Connections:
         if is_last:
             self._context.term()
 
-    def exchange(self, operation: bytes, payload: Sequence[bytes], timeout_s: float | None, what: str) -> Reply:
+    def exchange(
+        self,
+        operation: bytes,
+        payload: Sequence[bytes],
+        timeout_s: float | None,
+        what: str,
+        *,
+        about: str | None = None,
+        keep: bool = False,
+    ) -> Reply:
         """One request and its reply.
+
+        Args:
+            about: The request id that it is about, see :meth:`take`.
+            keep: More will be said of that on the same connection.
 
         Raises:
             ServerTimeoutError, ServerUnreachableError: As their text says.
+            ValueError: No time that can be waited for.
         """
-        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-        connection = self.take()
+        deadline = time.monotonic() + (self.timeout_s if timeout_s is None else checked_seconds("timeout_s", timeout_s))
+        connection = self.take(about)
         try:
             reply = connection.receive(connection.send(operation, payload, deadline), deadline, what)
         except BaseException:
             self.discard(connection)
             raise
-        self.give(connection)
+        self.give(connection, about if keep else None)
         return reply
 
     def close(self) -> None:
@@ -239,7 +295,8 @@ class Connections:
             if self._is_closed or self._pid != os.getpid():
                 return
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle, self._idle = [*self._idle, *self._kept.values()], []
+            self._kept.clear()
             is_used = bool(self._busy)
         for connection in idle:
             connection.close()

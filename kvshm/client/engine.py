@@ -6,87 +6,44 @@ finds nothing. What a caller gets wrong (too few block ids, no integers) raises 
 
 from __future__ import annotations
 
-import logging
 import operator
-import secrets
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvshm import wire
-from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
-from kvshm.client.link import ServerLink
 from kvshm.client.operations import ServerInfo
-from kvshm.client.transfers import NotRegisteredError, Transfers
-from kvshm.layout import KVLayerGroupsManager
-from kvshm.prefix import Ints, int64_array, token_array
-from kvshm.protocol import CacheKey
+from kvshm.client.registration import Registration
+from kvshm.client.sessions import Tokens
+from kvshm.integers import Ints
+from kvshm.layout import BlockIds, KVLayerGroupsManager, check_to_retrieve, check_to_store
+from kvshm.prefix import token_array
+from kvshm.protocol import MAX_BLOCK_IDS, MAX_TOKENS, checked_text
 
-__all__ = ["BlockIds", "Engine"]
-
-BlockIds = Sequence[Ints] | Ints
-
-_MAX_REMEMBERED_LOOKUPS = 256
-_SERVER_ERRORS = (CacheServerError, ServerTimeoutError, ServerUnreachableError, wire.WireError)
-
-_logger = logging.getLogger("kvshm")
-
-
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """A lookup whose read locks wait for the retrieve."""
-
-    request_id: str
-    tokens: bytes  # of the chunks that it found
+__all__ = ["Engine"]
 
 
 class Engine:
     """An engine that is registered with a cache server; :meth:`kvshm.CacheClient.register` makes it.
 
-    Safe for threads. Belongs to the process that registered it. As a context manager, leaving it unregisters.
+    Safe for threads. Belongs to the process that registered it. As a context manager, leaving it unregisters, and so
+    does dropping it.
 
     Args:
-        transfers: How chunks move: by the server or by this process.
-        raises: Raise what goes wrong with the server instead of missing.
+        registration: What the client's link keeps alive.
+        client: Alive as long as the engine.
+        leave: Called with the registration when the engine is dropped.
     """
 
-    def __init__(
-        self,
-        link: ServerLink,
-        transfers: Transfers,
-        manager: KVLayerGroupsManager,
-        model_name: str,
-        world_size: int,
-        worker_id: int,
-        cache_salt: str,
-        raises: bool,
-    ) -> None:
-        self._link = link
-        self._transfers = transfers
-        self._manager = manager
-        self._model_name = model_name
-        self._world_size = world_size
-        self._worker_id = worker_id
-        self._cache_salt = cache_salt
-        self._key(np.empty(0, np.int64), "", worker_id)  # refuses a wrong salt now
-        self._raises = raises
-        self._lock = threading.RLock()
-        self._lookups: deque[_Lookup] = deque()
-        self._lookups_lock = threading.Lock()  # of their own: registering anew holds the other for as long as it takes
-        self._generation = 0  # registrations so far
-        self._server: ServerInfo | None = None  # that it is registered with
-        self._is_over = False  # unregistered for good
+    def __init__(self, registration: Registration, client: object, leave: Any) -> None:
+        self._registration = registration
+        self._client = client
+        self._dropped = weakref.finalize(self, leave, registration)
 
     @property
     def instance_id(self) -> int:
         """What the server knows this engine by."""
-        return self._transfers.instance_id
+        return self._registration.instance_id
 
     @property
     def chunk_size(self) -> int:
@@ -96,17 +53,18 @@ class Engine:
     @property
     def is_registered(self) -> bool:
         """Whether the server knows this engine, as far as is known here."""
-        return self._server is not None and self._link.is_up
+        return self._registration.is_registered
 
     @property
     def server(self) -> ServerInfo | None:
         """The server that this engine was registered with last; None: none takes it."""
-        return self._server
+        return self._registration.server
 
-    def store(self, token_ids: Ints, block_ids: BlockIds) -> int:
-        """Cache the whole chunks of a prefix; gives how many tokens are cached then, 0 if that did not work.
+    def store(self, token_ids: Ints, block_ids: Sequence[Ints] | Ints) -> int:
+        """Cache the whole chunks of a prefix; returns how many of its tokens a lookup would find now.
 
-        The blocks must stay as they are until this returns, and those of :meth:`unsettled_block_ids` longer.
+        A chunk of which a block is the null block has no data, and is not cached. While the server is away: 0. The
+        blocks must stay as they are until this returns, and those of :meth:`unsettled_block_ids` longer.
 
         Args:
             token_ids: The prompt from its first token on.
@@ -116,98 +74,102 @@ class Engine:
             ValueError: Too few block ids, one that is no block, or something is no integer. Nothing was sent.
         """
         tokens, num_chunks = self._chunks(token_ids)
-        ids = self._kernel_block_ids(block_ids, num_chunks)
+        ids = BlockIds.of_engine_groups(self._manager, block_ids, num_chunks)
+        check_to_store(self._manager, ids, self._registration.session.null_block_id)
+        num_chunks = min(num_chunks, self._max_chunks)
         if not num_chunks:
             return 0
-        key = self._key(tokens, _new_id(), self._worker_id)
+        tokens, ids = tokens[: num_chunks * self.chunk_size], ids.first_chunks(num_chunks)
+        stored = self._registration.attempt(lambda session: session.store(tokens, ids), None)
+        if stored is None:  # the server refused, or is away
+            stored = self._registration.attempt(lambda session: session.count(tokens), 0)
+        return stored * self.chunk_size
 
-        def work() -> int:
-            stored = self._transfers.store(key, ids)
-            self._transfers.end(key.request_id)
-            return stored
-
-        return self._attempt(work) * self.chunk_size
-
-    def lookup(self, token_ids: Ints) -> int:
+    def lookup(self, token_ids: Ints, request_id: str | None = None) -> int:
         """Tokens of the longest cached prefix, a multiple of the chunk size; they stay cached for the retrieve.
 
+        Args:
+            request_id: Pins the prefix for the retrieves of all workers of the world that carry the same id, which may
+                be any string. A second lookup with it replaces this one, or (by another worker) joins it. Without an id
+                the prefix is pinned for one retrieve of its tokens by this worker.
+
         Raises:
-            ValueError: Something is no integer. Nothing was sent.
+            ValueError: Something is no integer, or the id no string. Nothing was sent.
         """
         tokens, num_chunks = self._chunks(token_ids)
+        _check_request_id(request_id)
+        num_chunks = min(num_chunks, self._max_chunks)
         if not num_chunks:
             return 0
-        key = self._key(tokens, _new_id(), None)
+        tokens = tokens[: num_chunks * self.chunk_size]
+        return self._registration.attempt(lambda session: session.lookup(tokens, request_id), 0) * self.chunk_size
 
-        def work() -> int:
-            found = self._transfers.lookup(key, self._worker_id)
-            if not found:
-                self._transfers.end(key.request_id)
-            return found
+    def retrieve(
+        self,
+        token_ids: Ints,
+        block_ids: Sequence[Ints] | Ints,
+        skip_first_n_tokens: int = 0,
+        request_id: str | None = None,
+    ) -> int:
+        """Write the cached chunks of a prefix into blocks. Returns the tokens written: all, or 0 on a miss.
 
-        found = self._attempt(work) * self.chunk_size
-        if found:
-            self._remember(_Lookup(key.request_id, tokens[:found].tobytes()))
-        return found
-
-    def retrieve(self, token_ids: Ints, block_ids: BlockIds, skip_first_n_tokens: int = 0) -> int:
-        """Write the cached chunks of a prefix into blocks; gives the tokens written, all or (a miss) 0.
-
-        After a miss the blocks hold anything. Those of :meth:`unsettled_block_ids` may still be written to.
+        On 0 the contents of the blocks are undefined, and those of :meth:`unsettled_block_ids` may still be written to.
 
         Args:
             token_ids: The prefix to write: the prompt up to what :meth:`lookup` found.
             block_ids: Per engine group (or flat, where there is one) the blocks of these tokens in order.
-            skip_first_n_tokens: So many tokens at the start are left as they are.
+            skip_first_n_tokens: Number of leading tokens to leave untouched. Blocks that are no rows of tokens
+                (recurrent state, index pages) are written whole if one of their tokens is not among them.
+            request_id: That of the lookup.
 
         Raises:
-            ValueError: Too few block ids, one that is no block, or something is no integer. Nothing was sent.
+            ValueError: Too few block ids, one that is no block or is there twice, something is no integer, or the
+                request id no string. Nothing was sent.
         """
         tokens, num_chunks = self._chunks(token_ids)
-        ids = self._kernel_block_ids(block_ids, num_chunks)
-        try:
-            skip = min(operator.index(skip_first_n_tokens), tokens.size)
-        except TypeError:
-            raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens!r}; it must be an integer") from None
-        if skip < 0:
-            raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
-        if not num_chunks:
+        ids = BlockIds.of_engine_groups(self._manager, block_ids, num_chunks)
+        skip = _checked_skip(skip_first_n_tokens, tokens.size)
+        _check_request_id(request_id)
+        check_to_retrieve(self._manager, ids, skip, self._registration.session.null_block_id)
+        if not num_chunks or num_chunks > self._max_chunks:
             return 0
-        lookup = self._take_lookup(tokens.tobytes())
-        request_id = _new_id() if lookup is None else lookup.request_id
-        key = self._key(tokens, request_id, self._worker_id)
-        unread = None if lookup is None or len(lookup.tokens) == tokens.nbytes else self._found_by(lookup, tokens.size)
+        is_done = self._registration.attempt(lambda session: session.retrieve(tokens, ids, skip, request_id), False)
+        return tokens.size if is_done else 0
 
-        def work() -> int:
-            written = self._transfers.retrieve(key, ids, skip, is_locked=lookup is not None)
-            self._transfers.end(request_id, unread)
-            return written
+    def release(self, token_ids: Ints | None = None, request_id: str | None = None) -> None:
+        """Give up what lookups pinned and no retrieve will use.
 
-        return self._attempt(work) * self.chunk_size
+        Args:
+            token_ids: Without a request id: the latest lookup of these tokens; all lookups of this engine if there are
+                no tokens either.
+            request_id: What is left of this request, for all workers.
+
+        Raises:
+            ValueError: Something is no integer, or the id no string. Nothing was sent.
+        """
+        tokens = None if token_ids is None else self._chunks(token_ids)[0][: self._max_chunks * self.chunk_size]
+        _check_request_id(request_id)
+
+        def work(session: Any) -> None:
+            session.release(tokens, request_id)
+
+        self._registration.attempt(work, None)
 
     def unsettled_block_ids(self) -> list[set[int]]:
         """Per kernel group, blocks of timed-out requests that the server may still be reading or writing.
 
-        Give them to nobody else. They leave this list once the server's late answer is there or it has gone.
+        Give them to nobody else. They leave this list once the server's late answer is there or it is gone.
         """
-        return self._transfers.unsettled_block_ids(len(self._manager.kernel_groups))
+        return self._registration.unsettled_block_ids()
 
     def unregister(self) -> None:
-        """Let the server forget this engine; done once it no longer touches its memory. Idempotent."""
-        if self._link.is_inherited:
-            return
-        self._is_over = True
-        with self._lock:
-            self._link.remove(self)
-            if self._server is not None:
-                self._server = None
-                with self._lookups_lock:
-                    forgotten, self._lookups = self._lookups, deque()
-                for lookup in forgotten:
-                    self._forget(lookup, is_farewell=True)
-                self._attempt(self._transfers.unregister, is_farewell=True)
-            self._transfers.let_go()
-        self._transfers.forget_late_replies()
+        """Let the server forget this engine. Idempotent.
+
+        Returns once the server touches nothing of this engine any more, or after the client's time limit; then the
+        blocks in question stay in :meth:`unsettled_block_ids`.
+        """
+        self._dropped.detach()
+        self._registration.unregister()
 
     def __enter__(self) -> Engine:
         return self
@@ -217,159 +179,34 @@ class Engine:
     ) -> None:
         self.unregister()
 
-    # For the link
+    @property
+    def _manager(self) -> KVLayerGroupsManager:
+        return self._registration.session.manager
 
-    def register_with(self, info: ServerInfo) -> None:
-        """Register, unless it is over, and be kept so by the link.
+    @property
+    def _max_chunks(self) -> int:
+        """Chunks that one request can be about: of more, only the first are stored and found."""
+        manager = self._manager
+        blocks = sum(manager.blocks_per_chunk(index) for index in range(len(manager.kernel_groups)))
+        return min(MAX_TOKENS // self.chunk_size, MAX_BLOCK_IDS // blocks)
 
-        Raises:
-            CacheServerError: The server does not take this engine; or its chunks have another size than before.
-            ServerTimeoutError, ServerUnreachableError: It is not there.
-        """
-        with self._lock:
-            if self._is_over:
-                return
-            self._server = None
-            if info.chunk_size != self.chunk_size:
-                raise CacheServerError(
-                    f"the cache server came back with chunks of {info.chunk_size} tokens, but this engine is "
-                    f"registered for chunks of {self.chunk_size}; make a new client and register anew"
-                )
-            self._transfers.register(info)
-            # From the first ping on, silence is judged by the shorter limit, also if this process dies right now.
-            self._link.ping(self.instance_id)
-            with self._lookups_lock:
-                self._lookups.clear()
-            self._generation += 1
-            self._server = info
-            self._link.add(self)
-
-    def say_farewell(self, timeout_s: float) -> None:
-        """Unregister, if that can be done in this time."""
-        self._is_over = True
-        with self._lock:
-            if self._server is not None and timeout_s > 0:
-                self._server = None
-                try:
-                    self._transfers.unregister(timeout_s)
-                except _SERVER_ERRORS as error:
-                    _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, str(error))
-        self._transfers.forget_late_replies()
-
-    # Helpers
-
-    def _attempt(self, work: Callable[[], int | None], *, is_farewell: bool = False) -> int:
-        """Do something with the server; 0 where that fails. Registers again where the server has forgotten us."""
-        if self._link.is_inherited:
-            raise RuntimeError(
-                f"engine {self.instance_id} was registered by the parent of this process; make a client and register "
-                f"here"
-            )
-        if not self._link.is_up or (self._is_over and not is_farewell):
-            return 0
-        generation = self._generation
-        try:
-            try:
-                return work() or 0
-            except NotRegisteredError:
-                with self._lock:
-                    if self._is_over:
-                        return 0
-                    if self._generation == generation:  # else another thread has registered again
-                        self._link.register_again(self, self._link.info(again=True))
-                return work() or 0
-        except OSError as error:  # it did not answer, or is not there
-            self._link.mark_down(error)
-            if self._raises:
-                raise
-        except (CacheServerError, wire.WireError) as error:
-            self._link.last_error = str(error)
-            _logger.info("kvshm: a miss: %s", self._link.last_error)
-            if self._raises:
-                raise
-        except ValueError:
-            if not self._is_over:  # else the client was closed meanwhile
-                raise
-        return 0
-
-    def _chunks(self, token_ids: Ints) -> tuple[NDArray[np.int64], int]:
+    def _chunks(self, token_ids: Ints) -> tuple[Tokens, int]:
+        """The tokens of the whole chunks, and how many they are."""
         tokens = token_array(token_ids)
         num_chunks = tokens.size // self.chunk_size
         return tokens[: num_chunks * self.chunk_size], num_chunks
 
-    def _key(self, tokens: NDArray[np.int64], request_id: str, worker_id: int | None) -> CacheKey:
-        return CacheKey(
-            self._model_name,
-            self._world_size,
-            worker_id,
-            tokens,
-            0,
-            tokens.size,
-            request_id,
-            self._cache_salt,
-            num_kv_readers=1,
-        )
 
-    def _kernel_block_ids(self, block_ids: BlockIds, num_chunks: int) -> list[NDArray[np.int64]]:
-        """Per kernel group the block ids of the whole chunks."""
-        groups = self._manager.kernel_groups
-        is_flat = len(block_ids) == 0 or np.ndim(block_ids[0]) == 0
-        per_engine_group: Any = [block_ids] if is_flat else block_ids
-        num_needed = 1 + max(group.engine_group_idx for group in groups)
-        if len(per_engine_group) < num_needed:
-            raise ValueError(
-                f"engine group {num_needed - 1} has no block ids: lists were given for {len(per_engine_group)} engine "
-                f"groups"
-            )
-        ids = []
-        for index, group in enumerate(groups):
-            array = int64_array(per_engine_group[group.engine_group_idx], f"block_ids of kernel group {index}")
-            needed = self._manager.blocks_per_chunk(index) * num_chunks
-            if array.size < needed:
-                raise ValueError(
-                    f"{num_chunks} chunks of {self.chunk_size} tokens take {needed} blocks of kernel group {index}, "
-                    f"but {array.size} block ids came"
-                )
-            array = array[:needed]
-            num_blocks = group.shape_desc.nb
-            # Of a group with a window some ids move nothing, and may be anything.
-            if group.sw_size_tokens == -1 and needed and not 0 <= array.min() <= array.max() < num_blocks:
-                wrong = array[(array < 0) | (array >= num_blocks)]
-                raise ValueError(
-                    f"block_ids of kernel group {index} hold {wrong[0]}, but its cache has blocks [0, {num_blocks})"
-                )
-            ids.append(array)
-        self._transfers.check_block_ids(ids)
-        return ids
-
-    def _remember(self, lookup: _Lookup) -> None:
-        with self._lookups_lock:
-            self._lookups.append(lookup)
-            forgotten = self._lookups.popleft() if len(self._lookups) > _MAX_REMEMBERED_LOOKUPS else None
-        if forgotten is not None:
-            self._forget(forgotten)
-
-    def _forget(self, lookup: _Lookup, *, is_farewell: bool = False) -> None:
-        """Give up the locks of a lookup that no retrieve will use."""
-        self._attempt(
-            lambda: self._transfers.end(lookup.request_id, self._found_by(lookup, 0)), is_farewell=is_farewell
-        )
-
-    def _found_by(self, lookup: _Lookup, start: int) -> CacheKey:
-        """What a lookup has found from this token on."""
-        tokens = np.frombuffer(lookup.tokens, np.int64)
-        return replace(self._key(tokens, lookup.request_id, self._worker_id), start=start)
-
-    def _take_lookup(self, tokens: bytes) -> _Lookup | None:
-        """The latest lookup that found at least these tokens, which is used up by that."""
-        with self._lookups_lock:
-            for lookup in reversed(self._lookups):
-                if lookup.tokens.startswith(tokens):
-                    self._lookups.remove(lookup)
-                    return lookup
-        return None
+def _check_request_id(request_id: str | None) -> None:
+    if request_id is not None:
+        checked_text("request_id", request_id)
 
 
-def _new_id() -> str:
-    """A request id that no other engine will use."""
-    return secrets.token_hex(16)
+def _checked_skip(skip_first_n_tokens: int, num_tokens: int) -> int:
+    try:
+        skip = operator.index(skip_first_n_tokens)
+    except TypeError:
+        raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens!r}; it must be an integer") from None
+    if skip < 0:
+        raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
+    return min(skip, num_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -46,6 +47,9 @@ class Member(Protocol):
             ServerTimeoutError, ServerUnreachableError: The server is not there.
         """
 
+    def settle(self) -> None:
+        """Catch up on what could not be said before. Raises what requests raise."""
+
     def say_farewell(self, timeout_s: float) -> None:
         """Unregister, if that can be done in this time."""
 
@@ -57,9 +61,11 @@ class ServerLink(PlainOperations):
         self._connections = Connections(url, timeout_s, connect_timeout_s)
         self._heartbeat_s = heartbeat_s
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
-        self._wake = threading.Event()
+        # What the heartbeat is woken for: members to leave, or None to look at the server. The collector may call its
+        # put(), in whatever a thread is doing.
+        self._events: queue.SimpleQueue[Member | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._info: ServerInfo | None = None
@@ -95,7 +101,7 @@ class ServerLink(PlainOperations):
             self.is_up = False
             # The text and not the error: a handler that keeps records would keep its frames, and the engine's caches.
             _logger.warning("kvshm: going on without the cache server: %s", self.last_error)
-            self._wake.set()
+            self._events.put(None)
 
     def add(self, member: Member) -> None:
         """Keep a registered member alive."""
@@ -109,6 +115,11 @@ class ServerLink(PlainOperations):
         """Stop keeping it; gives whether it was kept."""
         with self._lock:
             return self._members.pop(member.instance_id, None) is not None
+
+    def leave(self, member: Member) -> None:
+        """Unregister a member whose engine was dropped, soon and in another thread."""
+        if not self._closing.is_set():
+            self._events.put(member)
 
     def register_again(self, member: Member, info: ServerInfo) -> None:
         """Register a member with a server that came back. One that is refused is dropped; the others stay.
@@ -133,7 +144,7 @@ class ServerLink(PlainOperations):
         if self._closing.is_set():
             return
         self._closing.set()
-        self._wake.set()
+        self._events.put(None)
         deadline = time.monotonic() + _FAREWELL_S
         for member in self._snapshot():
             self.remove(member)
@@ -141,6 +152,8 @@ class ServerLink(PlainOperations):
         self._connections.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PROBE_TIMEOUT_S)
+        while not self._events.empty():  # a member that is in there would be kept with its caches
+            self._events.get()
 
     def _snapshot(self) -> list[Member]:
         with self._lock:
@@ -148,12 +161,14 @@ class ServerLink(PlainOperations):
 
     def _beat(self) -> None:
         while True:
-            self._wake.wait(self._heartbeat_s if self.is_up else _RETRY_S)
-            self._wake.clear()
+            leaving = self._wait()
             if self._closing.is_set():
                 return
             try:
-                self._check()
+                if leaving is None:
+                    self._check()
+                elif self.remove(leaving):
+                    leaving.say_farewell(_FAREWELL_S if self.is_up else 0.0)
             except (OSError, CacheServerError, wire.WireError) as error:
                 self.mark_down(error)
             except Exception as error:  # the heartbeat must not end while its client lives
@@ -161,6 +176,13 @@ class ServerLink(PlainOperations):
                     return  # the connections were closed meanwhile
                 _logger.exception("kvshm: the heartbeat failed")
                 self.mark_down(error)
+
+    def _wait(self) -> Member | None:
+        """Until the next heartbeat, or until a member leaves or the server is to be looked at."""
+        try:
+            return self._events.get(timeout=self._heartbeat_s if self.is_up else _RETRY_S)
+        except queue.Empty:
+            return None
 
     def _check(self) -> None:
         """See whether the server is there and still the same; renew the leases."""
@@ -179,6 +201,8 @@ class ServerLink(PlainOperations):
         self._info = info
         for member in self._snapshot():
             self.ping(member.instance_id, timeout_s=_PROBE_TIMEOUT_S)
+            with contextlib.suppress(CacheServerError, wire.WireError):  # the next time, then
+                member.settle()
         if not was_up:
             _logger.warning("kvshm: the cache server at %s is back", self._connections.url)
         self.is_up = True

@@ -15,9 +15,10 @@ from typing import Any
 from kvshm import wire
 from kvshm._version import __version__
 from kvshm.client.connections import CacheServerError, Connections, Reply
-from kvshm.client.replies import copied, count, decoded, fields, optional_count
+from kvshm.client.replies import copied, count, decoded, fields, optional_count, optional_integer, text
+from kvshm.integers import Ints
 from kvshm.layout import EngineGroupInfo
-from kvshm.prefix import Ints, token_array
+from kvshm.prefix import token_array
 from kvshm.protocol import OPERATIONS, PROTOCOL_VERSION, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
 
 __all__ = ["FRAMES", "PlainOperations", "ServerInfo", "probe"]
@@ -39,7 +40,8 @@ class ServerInfo:
     boot_token: str = ""
     version: str = ""
     clock_offset_ns: int = 0  # its monotonic clock minus ours, at most too low
-    prepare_ttl_s: float = 600.0
+    null_block_id: int | None = 0  # what it takes for no data, unless an engine says otherwise
+    liveness_name: str = ""  # a segment that is in use as long as its process lives
 
 
 def probe(connections: Connections, timeout_s: float) -> ServerInfo:
@@ -87,11 +89,12 @@ def _read_hello(hello: Any, now_ns: int) -> ServerInfo:
     return ServerInfo(
         is_kvshm=True,
         chunk_size=count(hello["chunk_size"]),
-        boot_token=str(hello["boot_token"]),
-        version=str(hello["version"]),
+        boot_token=text(hello["boot_token"]),
+        version=text(hello["version"]),
         # It read its clock before now, so this errs to the early side: a deadline comes rather too soon.
         clock_offset_ns=count(hello["clock_ns"]) - now_ns,
-        prepare_ttl_s=float(hello["prepare_ttl_s"]),
+        null_block_id=optional_integer(hello["null_block_id"]),
+        liveness_name=text(hello["liveness"]),
     )
 
 
@@ -100,15 +103,26 @@ class PlainOperations:
 
     _connections: Connections
 
-    def request(self, operation: str, *payload: Any, timeout_s: float | None = None) -> Any:
+    def request(
+        self,
+        operation: str,
+        *payload: Any,
+        timeout_s: float | None = None,
+        about: str | None = None,
+        keep: bool = False,
+    ) -> Any:
         """Send one request and give the reply's result (None where there is none).
+
+        Args:
+            about, keep: A kvshm server knows lookups by the connection that they were made on; see
+                :meth:`~kvshm.client.connections.Connections.exchange`.
 
         Raises:
             CacheServerError: The server says that it failed, and why.
             ServerTimeoutError, ServerUnreachableError: There was no reply.
         """
         frames = [wire.pack(value) for value in payload]
-        reply = self._connections.exchange(FRAMES[operation], frames, timeout_s, operation)
+        reply = self._connections.exchange(FRAMES[operation], frames, timeout_s, operation, about=about, keep=keep)
         if reply.reason is not None:
             raise CacheServerError(f"{operation}: {reply.reason}")
         return reply.result
@@ -174,26 +188,30 @@ class PlainOperations:
         return decoded("retrieve", copied, result)
 
     def lookup(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
-        """Start a lookup; :meth:`query_prefetch_status` tells its result."""
-        self.request("lookup", _key(key), tp_size, timeout_s=timeout_s)
+        """Start a lookup; :meth:`query_prefetch_status` gives its result."""
+        fields = _key(key)
+        self.request("lookup", fields, tp_size, timeout_s=timeout_s, about=_request_id(fields), keep=True)
 
     def query_prefetch_status(self, request_id: str, *, timeout_s: float | None = None) -> int | None:
-        """Chunks found, told once; None while the lookup runs; 0 for an unknown id."""
-        result = self.request("query_prefetch_status", request_id, timeout_s=timeout_s)
+        """Chunks found, handed out once; None while the lookup runs; 0 for an unknown id."""
+        result = self.request("query_prefetch_status", request_id, timeout_s=timeout_s, about=request_id, keep=True)
         return decoded("query_prefetch_status", optional_count, result)
 
     def wait_prefetch_status(self, request_id: str, timeout: float, *, timeout_s: float | None = None) -> int | None:
         """The same, waiting on the server for up to ``timeout`` seconds."""
-        result = self.request("wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s)
+        result = self.request(
+            "wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s, about=request_id, keep=True
+        )
         return decoded("wait_prefetch_status", optional_count, result)
 
     def free_lookup_locks(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
         """Release what is left of a lookup's read locks."""
-        self.request("free_lookup_locks", _key(key), tp_size, timeout_s=timeout_s)
+        fields = _key(key)
+        self.request("free_lookup_locks", fields, tp_size, timeout_s=timeout_s, about=_request_id(fields), keep=True)
 
     def end_session(self, request_id: str, *, timeout_s: float | None = None) -> None:
-        """Tell that a request is over."""
-        self.request("end_session", request_id, timeout_s=timeout_s)
+        """Say that a request is over."""
+        self.request("end_session", request_id, timeout_s=timeout_s, about=request_id)
 
     def register_kv_cache_engine_driven_context(
         self, spec: EngineDrivenSpec | Mapping[str, Any], *, timeout_s: float | None = None
@@ -261,6 +279,11 @@ class PlainOperations:
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """How a kvshm server is; a real LMCache server does not answer this."""
         return decoded("kvshm_status", fields, self.request("kvshm_status", timeout_s=timeout_s))
+
+
+def _request_id(fields: Mapping[str, Any]) -> str | None:
+    request_id = fields.get("request_id")
+    return request_id if isinstance(request_id, str) else None
 
 
 def _key(key: Key) -> dict[str, Any]:

@@ -8,7 +8,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvshm.client.connections import CacheServerError
 
-__all__ = ["Slot", "copied", "count", "decoded", "fields", "lent_to_retrieve", "lent_to_store", "optional_count"]
+__all__ = [
+    "Slot",
+    "chunks_and_offsets",
+    "copied",
+    "count",
+    "decoded",
+    "fields",
+    "flag",
+    "lent_to_retrieve",
+    "lent_to_store",
+    "optional_count",
+    "optional_integer",
+    "text",
+]
 
 _T = TypeVar("_T")
 
@@ -46,12 +59,42 @@ def optional_count(result: Any) -> int | None:
     return None if result is None else count(result)
 
 
+def optional_integer(result: Any) -> int | None:
+    """Any number, or none."""
+    if result is not None and type(result) is not int:
+        raise TypeError
+    return result
+
+
+def text(result: Any) -> str:
+    """A string."""
+    if type(result) is not str:
+        raise TypeError
+    return result
+
+
 def copied(result: Any) -> tuple[bytes, bool]:
     """The handle and the success of a store or a retrieve."""
     handle, is_good = result
     if type(handle) is not bytes or type(is_good) is not bool:
         raise TypeError
     return handle, is_good
+
+
+def flag(result: Any) -> bool:
+    """Yes or no."""
+    if type(result) is not bool:
+        raise TypeError
+    return result
+
+
+def chunks_and_offsets(result: Any) -> list[dict[int, int]]:
+    """Per object group, the offset in the pool of each chunk's slot."""
+    groups = [[(count(chunk), count(offset)) for chunk, offset in of_group] for of_group in result]
+    found = [dict(of_group) for of_group in groups]
+    if any(len(slots) != len(of_group) for slots, of_group in zip(found, groups, strict=True)):
+        raise ValueError
+    return found
 
 
 def fields(result: Any) -> dict[str, Any]:

@@ -9,31 +9,33 @@ once, for whatever named it.
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from kvshm.contiguity import ArrayTree, attempt_permute_to_contiguous_view
+from kvshm.contiguity import ArrayTree, attempt_permute_to_contiguous_view, axes_in_memory
+from kvshm.formats.hints import LayoutHints, checked_hints, is_heads_first, positive_hint
 from kvshm.formats.names import EngineKVFormat as Format
 from kvshm.spec import ArraySpec, restride
 
-__all__ = ["EngineType", "LayoutHints", "detect_format", "normalize_and_discover_per_layer_formats"]
+__all__ = [
+    "EngineType",
+    "LayoutHints",
+    "block_axis_of",
+    "count_layers",
+    "detect_format",
+    "normalize_and_discover_per_layer_formats",
+]
 
 log = logging.getLogger("kvshm")
-
-LayoutHints: TypeAlias = Mapping[str, Any]
-"""What an engine knows of its layout: ``kv_layout`` (vLLM), ``kv_list_layout`` and ``tokens_per_block`` (SGLang),
-``num_kv_heads``, ``tokens_per_block`` and ``head_dim`` (TRT-LLM). Hints of other engines are not looked at."""
 
 Leaf: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
 Entry: TypeAlias = "Leaf | list[Leaf]"
 
 INDEX_PAGE_WIDTH = 132  # bytes of a slot of an index page: 128 values and one float32 scale
-_HEADS_FIRST = {"NHD": False, "HND": True, "BLNHC": False, "BLHNC": True}
 
 
 class EngineType(Enum):
@@ -67,10 +69,10 @@ def detect_format(
     Raises:
         ValueError: No format fits every array, or a hint is missing or wrong.
     """
-    engine, hints = EngineType(engine_type), dict(layout_hints or {})
+    engine, hints = EngineType(engine_type), checked_hints(layout_hints)
     _check_structure(kv_caches)
     if not _is_layer_list(kv_caches, engine, hints):
-        return _name_whole(attempt_permute_to_contiguous_view(kv_caches), engine, hints)
+        return _name_whole(kv_caches, engine, hints)
     named = [_name_layer(entry, engine, hints) for entry in kv_caches]
     first = named[0][0]
     for layer, (name, _) in enumerate(named):
@@ -97,11 +99,11 @@ def normalize_and_discover_per_layer_formats(
     Raises:
         ValueError: As :func:`detect_format`; no layer in any group; a layer index out of range.
     """
-    engine, hints = EngineType(engine_type), dict(layout_hints or {})
+    engine, hints = EngineType(engine_type), checked_hints(layout_hints)
     _check_list(kv_caches)
     if not _is_layer_list(kv_caches, engine, hints):
         _check_structure(kv_caches)
-        name, normalised = _name_whole(attempt_permute_to_contiguous_view(kv_caches), engine, hints)
+        name, normalised = _name_whole(kv_caches, engine, hints)
         num_layers = normalised.shape[1] if name.is_cross_layer else len(normalised[0])
         return normalised, [name] * num_layers
     wanted = [layer for group in layer_index_groups for layer in group] if layer_index_groups else range(len(kv_caches))
@@ -120,6 +122,19 @@ def normalize_and_discover_per_layer_formats(
         [named[layer][1] if layer in named else kv_caches[layer] for layer in layers],
         [named[layer][0] if layer in named else fallback for layer in layers],
     )
+
+
+def count_layers(kv_caches: ArrayTree, engine_type: EngineType | str, layout_hints: LayoutHints | None = None) -> int:
+    """Layers of a structure. What they are is not looked at where each has an entry of its own.
+
+    Raises:
+        ValueError: As :func:`detect_format`.
+    """
+    engine, hints = EngineType(engine_type), checked_hints(layout_hints)
+    _check_list(kv_caches)
+    if _is_layer_list(kv_caches, engine, hints):
+        return len(kv_caches)
+    return len(normalize_and_discover_per_layer_formats(kv_caches, [], engine, hints)[1])
 
 
 def _is_leaf(x: object) -> TypeGuard[Leaf]:
@@ -155,23 +170,24 @@ def _name_layer(entry: ArrayTree, engine: EngineType, hints: LayoutHints) -> tup
     normalised = attempt_permute_to_contiguous_view(entry)
     name, normalised = _LAYER_NAMERS[engine](normalised, hints)
     _check_fits(name, normalised)
+    _check_block_axis(name, entry)
     return name, normalised
 
 
 def _name_whole(kv_caches: ArrayTree, engine: EngineType, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    name, normalised = _WHOLE_NAMERS[engine](kv_caches, hints)
+    name, normalised = _WHOLE_NAMERS[engine](attempt_permute_to_contiguous_view(kv_caches), hints)
     if name.is_kv_list:
         for k, v in zip(*normalised, strict=True):
             _check_fits(name, [k, v])
     else:
         _check_fits(name, normalised)
+    _check_block_axis(name, kv_caches)
     return name, normalised
 
 
 @lru_cache(maxsize=4096)  # as the layers of a cache are alike
 def _fits(name: Format, shape: tuple[int, ...]) -> bool:
-    sizes = dict(zip(name.axes, shape, strict=False))
-    return len(shape) == len(name.axes) and sizes.get("TWO", 2) == 2 and sizes.get("ONE", 1) == 1
+    return name.fits(shape)
 
 
 def _check_fits(name: Format, entry: Entry) -> None:
@@ -194,10 +210,60 @@ def _check_fits(name: Format, entry: Entry) -> None:
             )
 
 
+def _leaves(tree: ArrayTree) -> Iterator[Leaf]:
+    if _is_leaf(tree):
+        yield tree
+    else:
+        for item in tree:
+            yield from _leaves(item)
+
+
+def _check_block_axis(name: Format, given: ArrayTree) -> None:
+    """In memory no slots, heads or elements lie outside the blocks of the shape that was given.
+
+    Axes are named by their order in memory. An array whose heads lie outside its blocks would be read with its heads
+    as blocks, and every block id would lead to other tokens.
+    """
+    for leaf in _leaves(given):
+        order = axes_in_memory(leaf)
+        if order == tuple(range(len(order))):
+            continue
+        block, apart = block_axis_of(name, leaf.shape, order)
+        if leaf.shape[block] == 1:
+            continue  # one block, or an axis of another kind: there is nothing to tell it by
+        outside = [axis for axis in order[: order.index(block)] if axis not in apart and leaf.shape[axis] > 1]
+        if outside:
+            raise ValueError(
+                f"an array {list(leaf.shape)} has its axes {outside} (of sizes "
+                f"{[leaf.shape[axis] for axis in outside]}) outside the axis of its blocks, {block}, in memory: its "
+                f"axes lie in the order {list(order)}, and in that order {outside[0]} would be taken for the blocks; "
+                f"no layout hint says otherwise, so copy it to a contiguous array, or give the axes as they lie in "
+                f"memory"
+            )
+
+
+def block_axis_of(name: Format, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, set[int]]:
+    """The axis that counts blocks in a shape as it was given, and the axes (K/V, layers) that may lie outside it.
+
+    Args:
+        order: The axes of that shape from outermost to innermost in memory, where ``name`` names them.
+    """
+    if name.is_cross_layer:
+        return 0, {1, 2}
+    if "TWO" not in name.axes[:2]:
+        return 0, set()
+    kv = next((axis for axis in (0, 1) if shape[axis] == 2), order[name.axes.index("TWO")])
+    return (1 if kv == 0 else 0), {kv}
+
+
 def _vllm_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:
     if isinstance(entry, list):
-        _heads_first(hints, None)  # a wrong hint is refused even where none is needed
-        return _vllm_planes(entry), entry
+        heads_first = is_heads_first(hints)  # a wrong hint is refused even where none is needed
+        name = _vllm_planes(entry)
+        if name is Format.NL_X_TWO_X_NB_BS_NH_HS and heads_first:
+            pair: list[Any] = entry
+            return name, [plane.transpose((0, 2, 1, 3)) for plane in pair]  # stored [NB, NH, BS, HS]
+        return name, entry
     shape, rank = entry.shape, len(entry.shape)
     is_index_page = entry.dtype == np.uint8 and shape[-1] == INDEX_PAGE_WIDTH
     heads_first = _heads_first(hints, shape if rank in (4, 5) else None)
@@ -228,14 +294,10 @@ def _vllm_planes(planes: list[Leaf]) -> Format:
 
 
 def _heads_first(hints: LayoutHints, ambiguous_shape: tuple[int, ...] | None) -> bool:
-    hint = hints.get("kv_layout")
-    if hint is None:
-        if ambiguous_shape is not None:
-            _warn_of_default_layout()
-        return True
-    if not isinstance(hint, str) or hint not in _HEADS_FIRST:
-        raise ValueError(f"layout hint 'kv_layout' is {hint!r}; it must be one of {', '.join(_HEADS_FIRST)}")
-    return _HEADS_FIRST[hint]
+    hint = is_heads_first(hints)
+    if hint is None and ambiguous_shape is not None:
+        _warn_of_default_layout()
+    return hint is not False
 
 
 @lru_cache(maxsize=1)
@@ -304,7 +366,7 @@ def _pair_flat_list(layers: list[Leaf], hints: LayoutHints) -> list[list[Leaf]]:
 
 def _split_blocks(leaf: Leaf, hints: LayoutHints) -> Leaf:
     """[NB * BS, ...] as [NB, BS, ...]."""
-    block_size = _positive_hint(hints, "tokens_per_block")
+    block_size = positive_hint(hints, "tokens_per_block")
     num_blocks, rest = divmod(leaf.shape[0], block_size)
     if rest:
         raise ValueError(
@@ -319,7 +381,7 @@ def _trtllm_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, Arr
     if pool is None or not _is_leaf(pool) or len(pool.shape) not in (4, 6):
         raise _unknown("TRT-LLM", kv_caches, "one pool [NB, NL, 2, NH * BS * HS] or [NB, NL, 2, NH, BS, HS]")
     if len(pool.shape) == 4:
-        sizes = tuple(_positive_hint(hints, key) for key in ("num_kv_heads", "tokens_per_block", "head_dim"))
+        sizes = tuple(positive_hint(hints, key) for key in ("num_kv_heads", "tokens_per_block", "head_dim"))
         if pool.shape[3] != sizes[0] * sizes[1] * sizes[2]:
             raise ValueError(
                 f"a pool {list(pool.shape)} holds {pool.shape[3]} elements a plane, but the layout hints num_kv_heads, "
@@ -356,18 +418,6 @@ _WHOLE_NAMERS: dict[EngineType, Callable[[Any, LayoutHints], tuple[Format, Any]]
     EngineType.ATOM: _atom_whole,
     EngineType.MOCK: _mock,
 }
-
-
-def _positive_hint(hints: LayoutHints, key: str) -> int:
-    try:
-        value = operator.index(hints[key])
-    except KeyError:
-        raise ValueError(f"the shape alone does not tell the layout; pass the layout hint {key!r}") from None
-    except TypeError:
-        raise ValueError(f"layout hint {key!r} is {hints[key]!r}; it must be a positive integer") from None
-    if value < 1:
-        raise ValueError(f"layout hint {key!r} is {value}; it must be a positive integer")
-    return value
 
 
 def _split_axis(leaf: Leaf, axis: int, sizes: tuple[int, ...]) -> Leaf:

@@ -17,16 +17,20 @@ from kvshm.dtypes import DType
 from kvshm.formats.names import EngineKVFormat
 from kvshm.spec import ArraySpec, restride
 
-__all__ = ["Geometry", "geometry"]
+__all__ = ["LATENT", "PAGE", "SPLIT", "Geometry", "geometry"]
 
 Leaf: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
+
+SPLIT, LATENT, PAGE = "K and V apart", "latent", "page"
+"""Packings of a slot's elements that need no numbers, see :meth:`Geometry.packing`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """A normalised cache read through its format. Sizes come from the arrays, positions of axes from the name.
 
-    ``normalised`` is what :func:`kvshm.formats.detect_format` gives: an array, a list of them, or lists in a list.
+    ``normalised`` is what :func:`kvshm.formats.detect_format` gives: an array, a list of them, or lists in a list. Of a
+    list whose layers have several formats it reads those of this one.
     """
 
     normalised: ArrayTree
@@ -40,9 +44,19 @@ class Geometry:
         return len(self.normalised[0] if self.format.is_kv_list else self.normalised)
 
     @property
+    def first_layer(self) -> int:
+        """The first layer that has this format. ValueError: there is none."""
+        if not self.format.is_layer_list:
+            return 0
+        for layer, entry in enumerate(self.normalised):
+            if self._fits(entry):
+                return layer
+        raise ValueError(f"no layer is {self.format.name}, which is {self.format.describe()}")
+
+    @property
     def num_blocks(self) -> int:
-        """Blocks of the first layer. ValueError where blocks and slots share one axis."""
-        return self.num_blocks_of(0)
+        """Blocks of the first layer of this format. ValueError where blocks and slots share one axis."""
+        return self.num_blocks_of(self.first_layer)
 
     def num_blocks_of(self, layer: int) -> int:
         """Blocks of one layer. ValueError where blocks and slots share one axis."""
@@ -57,16 +71,26 @@ class Geometry:
         """The arrays that hold a layer: one, or K and V, or all its planes. The cross-layer array for every layer.
 
         Raises:
-            ValueError: No such layer.
+            ValueError: No such layer, or it has another format.
         """
         self._check_layer(layer)
         if self.format.is_cross_layer:
             return (self.normalised,)
         if self.format.is_kv_list:
             return tuple(layers[layer] for layers in self.normalised)
-        if self.format.is_kv_second_tuple:
-            return tuple(self.normalised[layer])
-        return (self.normalised[layer],)
+        entry = self.normalised[layer]
+        if not self._fits(entry):
+            raise ValueError(
+                f"layer {layer} is not {self.format.name}: {_shape_of(entry)}, not {self.format.describe()}"
+            )
+        return tuple(entry) if self.format.is_kv_second_tuple else (entry,)
+
+    def _fits(self, entry: ArrayTree) -> bool:
+        """Whether an entry of a list of layers can be a layer of this format."""
+        if not self.format.is_kv_second_tuple:
+            return _is_leaf(entry) and self.format.fits(entry.shape)
+        is_list = isinstance(entry, Sequence) and len(entry) > 0
+        return is_list and all(_is_leaf(plane) and self.format.fits(plane.shape) for plane in entry)
 
     def block_size(self, layer: int) -> int:
         """Slots of one block. ValueError where blocks and slots share one axis."""
@@ -103,16 +127,34 @@ class Geometry:
         """dtype of a layer's first array."""
         return cast(DType, self.leaves(layer)[0].dtype)
 
+    def packing(self, layer: int) -> str:
+        """How the elements of a slot are packed in a chunk: tells apart rows of one length that mean different things.
+
+        K and V in planes of their own, [K|V] of each head, several planes side by side, one latent, K or V alone, or a
+        page that is no row of tokens.
+        """
+        if self.kv_size == 2:
+            return SPLIT
+        if self.format is EngineKVFormat.NL_X_NB_BSV_BSS:
+            return PAGE
+        if self.format.is_kv_second_tuple:
+            planes = (f"{leaf.shape[-1]} {leaf.dtype.name}" for leaf in self.leaves(layer))
+            return f"planes of {', '.join(planes)}"
+        if self.format.is_fused_packed:
+            return f"[K|V] of {self.num_heads(layer)} heads"
+        return LATENT if self.format.is_mla else "K or V"
+
     def concrete_shape(self) -> str:
-        """The shape in numbers, layers as the first one.
+        """The shape in numbers, layers as the first one of this format.
 
         >>> layers = [ArraySpec.dense((2, 7, 4, 3, 8), np.dtype("float16"))] * 5
         >>> geometry(layers, EngineKVFormat.NL_X_TWO_NB_BS_NH_HS).concrete_shape()
         '5 x [2, 7, 4, 3, 8]'
         """
-        shape = list(self.leaves(0)[0].shape)
+        first = self.first_layer
+        shape = list(self.leaves(first)[0].shape)
         if self.format.is_kv_second_tuple and self.format.is_mla:
-            shape[-1] = self.head_size(0)
+            shape[-1] = self.head_size(first)
         levels = {"NL": str(self.num_layers), "TWO": "2"}
         return " x ".join([*(levels.get(level, level) for level in self.format.lists), str(shape)])
 
@@ -175,11 +217,21 @@ def geometry(normalised: ArrayTree, format: EngineKVFormat) -> Geometry:
                 f"{format.name} is {format.describe()}, but at depth {depth} there is {type(node).__name__}"
                 f"{'' if isinstance(node, Sequence) else ', not a list'}"
             )
-        node = node[0]
-    if not isinstance(node, (ArraySpec, np.ndarray)) or len(node.shape) != len(format.axes):
-        shape = list(node.shape) if isinstance(node, (ArraySpec, np.ndarray)) else type(node).__name__
-        raise ValueError(f"{format.name} is {format.describe()}, but the first array is {shape}")
+        if depth == 0 and format.is_layer_list:
+            node = normalised[Geometry(normalised, format).first_layer]
+        else:
+            node = node[0]
+    if not _is_leaf(node) or len(node.shape) != len(format.axes):
+        raise ValueError(f"{format.name} is {format.describe()}, but the first array is {_shape_of(node)}")
     return Geometry(normalised, format)
+
+
+def _is_leaf(node: object) -> bool:
+    return isinstance(node, (ArraySpec, np.ndarray))
+
+
+def _shape_of(node: Any) -> str:
+    return str(list(node.shape)) if _is_leaf(node) else type(node).__name__
 
 
 def _spec(leaf: Leaf) -> ArraySpec:

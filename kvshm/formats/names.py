@@ -129,6 +129,15 @@ class EngineKVFormat(IntEnum):
         """Which engine and attention kernel the format belongs to, in LMCache's words."""
         return _ATTENTION_BACKENDS[self.value]
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape can be one of the format: its rank, and its axes of 1 and 2.
+
+        >>> EngineKVFormat.NL_X_TWO_NB_BS_NH_HS.fits((2, 7, 4, 3, 8))
+        True
+        """
+        sizes = dict(zip(self.axes, shape, strict=False))
+        return len(shape) == len(self.axes) and sizes.get("TWO", 2) == 2 and sizes.get("ONE", 1) == 1
+
     def describe(self) -> str:
         """The shape in symbols.
 

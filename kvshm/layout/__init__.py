@@ -1,16 +1,21 @@
 """How a cache is cut into chunk objects: which layers move together, in what order, and how many bytes each takes.
 
 ``engine_groups`` is what an engine tells of its layers, ``groups`` makes kernel groups and object groups of it,
-``block_ids`` works on lists of block ids per group, ``fingerprint`` tells layouts apart, ``shape_spec`` is the one-line
-notation of a cache's shape. Nothing here touches memory: arrays and specs give the same layout.
+``block_ids`` works on block ids per group, ``chunk`` says what the bytes of a chunk object mean, ``shape_spec`` is the
+one-line notation of a cache's shape. Nothing here touches memory: arrays and specs give the same layout.
 """
 
 from kvshm.layout.block_ids import (
+    BlockIds,
     all_null_chunk_masks,
+    check_to_retrieve,
+    check_to_store,
+    chunks_with_data,
     downsample_block_ids,
     recalculate_blocks_to_skip,
     slice_block_ids_per_group,
 )
+from kvshm.layout.chunk import ObjectLayout, object_layouts
 from kvshm.layout.engine_groups import (
     EngineGroupInfo,
     engine_group_layer_indices,
@@ -19,7 +24,6 @@ from kvshm.layout.engine_groups import (
     num_engine_group_infos,
     num_engine_groups,
 )
-from kvshm.layout.fingerprint import layout_fingerprint
 from kvshm.layout.groups import (
     AttentionWindows,
     KernelGroupInfo,
@@ -31,20 +35,25 @@ from kvshm.layout.shape_spec import format_kvcache_shape_spec, parse_kvcache_sha
 
 __all__ = [
     "AttentionWindows",
+    "BlockIds",
     "EngineGroupInfo",
     "KVLayerGroupsManager",
     "KernelGroupInfo",
     "ObjectGroupInfo",
+    "ObjectLayout",
     "PageBufferShapeDesc",
     "all_null_chunk_masks",
+    "check_to_retrieve",
+    "check_to_store",
+    "chunks_with_data",
     "downsample_block_ids",
     "engine_group_layer_indices",
     "expand_engine_block_ids",
     "format_kvcache_shape_spec",
     "get_engine_group_indices",
-    "layout_fingerprint",
     "num_engine_group_infos",
     "num_engine_groups",
+    "object_layouts",
     "parse_kvcache_shape_spec",
     "recalculate_blocks_to_skip",
     "slice_block_ids_per_group",

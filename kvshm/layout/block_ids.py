@@ -1,13 +1,23 @@
-"""Lists of block ids per group: cut to a range of tokens, to a window, or looked through for empty chunks."""
+"""Block ids per group: checked against a layout, cut to a range of tokens or a window, searched for null blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvshm.integers import Ints, int64_array
 from kvshm.layout.groups import KVLayerGroupsManager, ObjectGroupInfo
 
 __all__ = [
+    "BlockIds",
     "all_null_chunk_masks",
+    "check_to_retrieve",
+    "check_to_store",
+    "chunks_with_data",
     "downsample_block_ids",
     "recalculate_blocks_to_skip",
     "slice_block_ids_per_group",
@@ -136,3 +146,193 @@ def _all_null_chunks(
             blocks = ids[chunk * per_chunk : (chunk + 1) * per_chunk]
             mask[chunk] = mask[chunk] and all(block == null_block_id for block in blocks)
     return mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockIds:
+    """Block ids of whole chunks, per kernel group: as many as the chunks take, of 64 bits.
+
+    Which of them move depends on what is done with them, so :func:`check_to_store` and :func:`check_to_retrieve` look
+    at their range. Those that do not move may be anything.
+    """
+
+    groups: tuple[NDArray[np.int64], ...]  # per kernel group [chunk, block of the chunk]
+    num_chunks: int
+
+    @classmethod
+    def of_kernel_groups(
+        cls, manager: KVLayerGroupsManager, block_ids: Sequence[NDArray[np.int64]], num_chunks: int
+    ) -> BlockIds:
+        """From one list per kernel group that holds just the ids of the chunks.
+
+        Raises:
+            ValueError: Too few or too many ids, or lists.
+        """
+        per_chunk = [manager.blocks_per_chunk(index) for index in range(len(manager.kernel_groups))]
+        wanted, given = [count * num_chunks for count in per_chunk], [len(ids) for ids in block_ids]
+        if given != wanted:
+            raise ValueError(
+                f"{num_chunks} chunks take {wanted} block ids per kernel group, but {given} came; "
+                f"give blocks_per_chunk * chunks ids for every group"
+            )
+        return cls(
+            tuple(ids.reshape(num_chunks, count) for ids, count in zip(block_ids, per_chunk, strict=True)), num_chunks
+        )
+
+    @classmethod
+    def of_engine_groups(
+        cls, manager: KVLayerGroupsManager, block_ids: Sequence[Ints] | Ints, num_chunks: int
+    ) -> BlockIds:
+        """From what an engine gives: one list per engine group, or one flat list where there is one group.
+
+        Ids beyond those of the chunks are not looked at.
+
+        Raises:
+            ValueError: No such lists, too few ids, or something is no integer.
+        """
+        groups = manager.kernel_groups
+        num_groups = 1 + max(group.engine_group_idx for group in groups)
+        lists = _lists(block_ids, num_groups)
+        arrays: list[NDArray[np.int64]] = []
+        for index, group in enumerate(groups):
+            array = int64_array(lists[group.engine_group_idx], f"block_ids of kernel group {index}")
+            count = manager.blocks_per_chunk(index)
+            if array.size < count * num_chunks:
+                raise ValueError(
+                    f"{num_chunks} chunks of {manager.lmcache_tokens_per_chunk} tokens take {count * num_chunks} "
+                    f"blocks of kernel group {index}, but {array.size} block ids came"
+                )
+            # A copy: the caller may use its array for other ids while the blocks of these are still being read.
+            arrays.append(array[: count * num_chunks].copy().reshape(num_chunks, count))
+        return cls(tuple(arrays), num_chunks)
+
+    def first_chunks(self, num_chunks: int) -> BlockIds:
+        """Those of the first chunks."""
+        return BlockIds(tuple(ids[:num_chunks] for ids in self.groups), num_chunks)
+
+    def flat(self) -> list[NDArray[np.int64]]:
+        """One list per kernel group."""
+        return [ids.reshape(-1) for ids in self.groups]
+
+
+def _lists(block_ids: Any, num_groups: int) -> Any:
+    """Block ids as lists, one per engine group; what is in them is not looked at."""
+    if isinstance(block_ids, np.ndarray):
+        lists: Any = [block_ids] if block_ids.ndim <= 1 else list(block_ids)
+    elif not isinstance(block_ids, Sequence) or isinstance(block_ids, str | bytes):
+        foreign: Any = block_ids
+        lists = [int64_array(foreign, "block_ids")]  # arrays of other libraries are flat lists of ids too
+    else:
+        lists = block_ids if len(block_ids) and _is_list(block_ids[0]) else [block_ids]
+    if len(lists) < num_groups:
+        raise ValueError(
+            f"engine group {num_groups - 1} has no block ids: lists were given for {len(lists)} engine groups; give "
+            f"one list of block ids per engine group, {num_groups} of them"
+        )
+    if num_groups == 1 and len(lists) > 1:
+        raise ValueError(
+            f"block_ids holds {len(lists)} lists, but there is one engine group; give its block ids as one flat list"
+        )
+    return lists
+
+
+def _is_list(value: Any) -> bool:
+    return bool(value.ndim) if hasattr(value, "ndim") else isinstance(value, Sequence)
+
+
+def chunks_with_data(
+    manager: KVLayerGroupsManager,
+    ids: BlockIds,
+    object_group_idx: int,
+    null_block_id: int | None,
+) -> NDArray[np.bool_]:
+    """Per chunk, whether no block that the object group keeps of it is the null block: else there is nothing to store.
+
+    Blocks outside a window are not kept, so they may be null.
+    """
+    has_data = np.ones(ids.num_chunks, np.bool_)
+    if null_block_id is not None:
+        for index in manager.object_group(object_group_idx).kernel_group_indices:
+            has_data &= (_kept(manager, ids, index) != null_block_id).all(axis=1)
+    return has_data
+
+
+def check_to_store(manager: KVLayerGroupsManager, ids: BlockIds, null_block_id: int | None) -> None:
+    """Check that all blocks that are kept exist, or are the null block.
+
+    Raises:
+        ValueError: One does not.
+    """
+    for index in _served_kernel_groups(manager):
+        _check_range(manager, index, _kept(manager, ids, index).reshape(-1), null_block_id)
+
+
+def check_to_retrieve(
+    manager: KVLayerGroupsManager, ids: BlockIds, skip_first_n_tokens: int, null_block_id: int | None
+) -> None:
+    """Check that all blocks that would be written exist, and that none would be written twice.
+
+    The null block may be there more than once.
+
+    Raises:
+        ValueError: One does not, or would be.
+    """
+    windows = manager.get_attn_desc()
+    for object_group, window in zip(manager.object_groups, windows.num_chunks_in_sw, strict=True):
+        if object_group.aux:
+            continue
+        first_chunk = 0 if window < 0 else max(0, ids.num_chunks - window)
+        for index in object_group.kernel_group_indices:
+            blocks = _written(manager, index, _kept(manager, ids, index), first_chunk, skip_first_n_tokens)
+            _check_range(manager, index, blocks, None)
+            unique, counts = np.unique(blocks, return_counts=True)
+            twice = unique[counts > 1]
+            twice = twice if null_block_id is None else twice[twice != null_block_id]
+            if twice.size:
+                raise ValueError(
+                    f"block_ids of kernel group {index} hold block {twice[0]} more than once, which would be written "
+                    f"twice; give each block once"
+                )
+
+
+def _written(
+    manager: KVLayerGroupsManager,
+    kernel_group_idx: int,
+    kept: NDArray[np.int64],
+    first_chunk: int,
+    skip_first_n_tokens: int,
+) -> NDArray[np.int64]:
+    """The kept blocks that a retrieve writes; of the chunk that the skipped tokens end in, the last ones."""
+    chunk_size = manager.lmcache_tokens_per_chunk
+    start = max(first_chunk, skip_first_n_tokens // chunk_size)
+    if start >= len(kept):
+        return kept[:0].reshape(-1)
+    first_slot = manager.first_kept_slot(kernel_group_idx, skip_first_n_tokens - start * chunk_size)
+    first_block = first_slot // manager.kernel_group(kernel_group_idx).slots_per_block
+    return np.concatenate([kept[start, first_block:], kept[start + 1 :].reshape(-1)])
+
+
+def _kept(manager: KVLayerGroupsManager, ids: BlockIds, kernel_group_idx: int) -> NDArray[np.int64]:
+    """The blocks that a kernel group keeps of each chunk: the last ones."""
+    cut = manager.blocks_per_chunk(kernel_group_idx) - manager.blocks_per_chunk_in_sw(kernel_group_idx)
+    return ids.groups[kernel_group_idx][:, cut:]
+
+
+def _served_kernel_groups(manager: KVLayerGroupsManager) -> Iterator[int]:
+    for group in manager.object_groups:
+        if not group.aux:
+            yield from group.kernel_group_indices
+
+
+def _check_range(
+    manager: KVLayerGroupsManager, index: int, blocks: NDArray[np.int64], null_block_id: int | None
+) -> None:
+    num_blocks = manager.kernel_group(index).shape_desc.nb
+    if not blocks.size or 0 <= blocks.min() <= blocks.max() < num_blocks:
+        return
+    wrong = blocks[(blocks < 0) | (blocks >= num_blocks)]
+    wrong = wrong if null_block_id is None else wrong[wrong != null_block_id]
+    if wrong.size:
+        raise ValueError(
+            f"block_ids of kernel group {index} hold {wrong[0]}, but its cache has blocks [0, {num_blocks})"
+        )

@@ -6,12 +6,14 @@ differ in shape or dtype make several kernel groups over the same block ids.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "EXCLUDED_ENGINE_GROUP",
     "EngineGroupInfo",
+    "checked_infos",
     "engine_group_layer_indices",
     "expand_engine_block_ids",
     "get_engine_group_indices",
@@ -28,7 +30,8 @@ class EngineGroupInfo:
     """Layers whose KV is addressed by the same block ids, and what those blocks mean.
 
     Raises:
-        ValueError: A negative id or layer, or a window that is neither -1 nor positive.
+        ValueError: A field that is no integer (or no boolean), a negative id or layer, or a window that is neither -1
+            nor positive.
     """
 
     engine_group_id: int
@@ -39,7 +42,18 @@ class EngineGroupInfo:
     recurrent_state: bool = False  # blocks hold snapshots of a recurrent state, not KV of tokens
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_indices", tuple(self.layer_indices))
+        try:
+            object.__setattr__(self, "layer_indices", tuple(map(operator.index, self.layer_indices)))
+            for name in _INTEGERS:
+                object.__setattr__(self, name, operator.index(getattr(self, name)))
+        except TypeError as error:
+            raise ValueError(
+                f"engine group {self.engine_group_id!r} has a field that is no integer ({error}); give integers, and "
+                f"layer_indices as a sequence of them"
+            ) from None
+        if self.recurrent_state not in (False, True):
+            raise ValueError(f"recurrent_state is {self.recurrent_state!r}; give True or False")
+        object.__setattr__(self, "recurrent_state", bool(self.recurrent_state))
         if self.engine_group_id < 0:
             raise ValueError(f"engine_group_id {self.engine_group_id} is negative; count groups from 0")
         negative = [layer for layer in self.layer_indices if layer < 0]
@@ -50,6 +64,28 @@ class EngineGroupInfo:
                 f"engine group {self.engine_group_id} has a sliding window of {self.sw_size_tokens} tokens; give -1 "
                 f"for full attention, else a positive number"
             )
+
+
+_INTEGERS = ("engine_group_id", "tokens_per_block", "sw_size_tokens", "extra_object_group_tag")
+
+
+def checked_infos(groups: Sequence[EngineGroupInfo]) -> tuple[EngineGroupInfo, ...]:
+    """The infos as a tuple.
+
+    Raises:
+        ValueError: It is no sequence of :class:`EngineGroupInfo`.
+    """
+    if isinstance(groups, Sequence) and all(isinstance(group, EngineGroupInfo) for group in groups):
+        return tuple(groups)
+    found = (
+        next(type(group).__name__ for group in groups if not isinstance(group, EngineGroupInfo))
+        if isinstance(groups, Sequence)
+        else type(groups).__name__
+    )
+    raise ValueError(
+        f"engine_group_infos holds {found}; give a list of kvshm.layout.EngineGroupInfo(engine_group_id, "
+        f"layer_indices, ...), one per kernel group"
+    )
 
 
 def num_engine_groups(groups: Sequence[EngineGroupInfo]) -> int:
@@ -63,7 +99,12 @@ def num_engine_group_infos(groups: Sequence[EngineGroupInfo]) -> int:
 
 
 def engine_group_layer_indices(groups: Sequence[EngineGroupInfo]) -> list[list[int]]:
-    """Per engine group id, its layers in rising order; empty where no groups are told."""
+    """Per engine group id, its layers in rising order; empty where no groups are told.
+
+    Raises:
+        ValueError: Something in it is no :class:`EngineGroupInfo`.
+    """
+    groups = checked_infos(groups)
     if not groups:
         return []
     layers: list[list[int]] = [[] for _ in range(num_engine_groups(groups))]

@@ -16,7 +16,12 @@ from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType, dtype_name
 from kvshm.formats.geometry import Geometry
 from kvshm.formats.names import EngineKVFormat
-from kvshm.layout.engine_groups import EXCLUDED_ENGINE_GROUP, EngineGroupInfo, get_engine_group_indices
+from kvshm.layout.engine_groups import (
+    EXCLUDED_ENGINE_GROUP,
+    EngineGroupInfo,
+    checked_infos,
+    get_engine_group_indices,
+)
 from kvshm.spec import ArraySpec
 
 __all__ = [
@@ -131,6 +136,7 @@ class _LayerLayout(NamedTuple):
     num_blocks: int
     strides: tuple[int, ...]  # elements from block to block, per array of the layer
     block_stride: int  # the first of them where blocks may lie apart, else 0
+    packing: str  # of a slot's elements in a chunk
 
 
 class KVLayerGroupsManager:
@@ -160,7 +166,10 @@ class KVLayerGroupsManager:
             raise ValueError(f"lmcache_tokens_per_chunk is {lmcache_tokens_per_chunk}; a chunk has at least one token")
         self._tokens_per_chunk = lmcache_tokens_per_chunk
         self._full_sw_kv = False
-        self._kernel_groups = _kernel_groups(kv_caches, engine_kv_formats, engine_group_infos)
+        self._is_frozen = False
+        self._kernel_groups, self._packings = _kernel_groups(
+            kv_caches, engine_kv_formats, checked_infos(engine_group_infos)
+        )
         _check_chunk_size(self._kernel_groups, lmcache_tokens_per_chunk)
         self._object_groups = (
             _separate(self._kernel_groups, lmcache_tokens_per_chunk)
@@ -205,13 +214,52 @@ class KVLayerGroupsManager:
             raise IndexError(f"object group {object_group_idx} is outside [0, {len(self._object_groups)})")
         return self._object_groups[object_group_idx]
 
+    def packings(self, kernel_group_idx: int) -> tuple[str, ...]:
+        """Per layer of a kernel group, how the elements of a slot are packed in a chunk. IndexError as above."""
+        self.kernel_group(kernel_group_idx)
+        return self._packings[kernel_group_idx]
+
+    def moves_whole_blocks(self, kernel_group_idx: int) -> bool:
+        """Whether a block is no row of tokens, so that it moves whole: recurrent state, and index pages, which hold all
+        values and then all scales. IndexError as above."""
+        group = self.kernel_group(kernel_group_idx)
+        return group.recurrent_state or group.format is EngineKVFormat.NL_X_NB_BSV_BSS
+
+    def first_kept_slot(self, kernel_group_idx: int, num_protected_tokens: int) -> int:
+        """The first kept slot of a chunk that may be written where its first tokens must not be.
+
+        No slot with a protected token is written. Blocks that move whole are, if one of their tokens is not protected.
+        At least :meth:`get_slots_per_chunk_in_sw` where nothing may be written. IndexError as above.
+        """
+        group = self.kernel_group(kernel_group_idx)
+        protected = max(0, num_protected_tokens)
+        if self.moves_whole_blocks(kernel_group_idx):
+            slots = protected // group.tokens_per_block * group.slots_per_block
+        else:
+            slots = -(-protected // (group.tokens_per_block // group.slots_per_block))
+        cut = self.blocks_per_chunk(kernel_group_idx) - self.blocks_per_chunk_in_sw(kernel_group_idx)
+        return max(0, slots - cut * group.slots_per_block)
+
     def get_shape_desc(self, kernel_group_idx: int) -> PageBufferShapeDesc:
         """Sizes of a kernel group. IndexError if there is none of that index."""
         return self.kernel_group(kernel_group_idx).shape_desc
 
     def enable_full_sw_kv(self) -> None:
-        """Keep whole chunks of groups with a sliding window too, so that a chunk is good at any position."""
+        """Keep whole chunks of groups with a sliding window too, so that a chunk is good at any position.
+
+        Raises:
+            ValueError: The layout is that of a registered cache.
+        """
+        if self._is_frozen and not self._full_sw_kv:
+            raise ValueError(
+                "this layout is that of a registered cache, whose chunks have their size already; register the cache "
+                "with full_sw_kv=True instead"
+            )
         self._full_sw_kv = True
+
+    def freeze(self) -> None:
+        """Let the layout change no more: a cache is registered with it."""
+        self._is_frozen = True
 
     def get_subchunk_sw_size_tokens(self, kernel_group_idx: int) -> int:
         """Tokens of a chunk that a kernel group keeps: its window, or the whole chunk. IndexError as above."""
@@ -280,7 +328,8 @@ class KVLayerGroupsManager:
 
 def _kernel_groups(
     kv_caches: ArrayTree, formats: Sequence[EngineKVFormat], infos: Sequence[EngineGroupInfo]
-) -> tuple[KernelGroupInfo, ...]:
+) -> tuple[tuple[KernelGroupInfo, ...], tuple[tuple[str, ...], ...]]:
+    """The kernel groups, and the packings of their layers."""
     if not formats:
         raise ValueError("there are no layers; register at least one")
     engine_groups = get_engine_group_indices(infos, len(formats))
@@ -308,9 +357,12 @@ def _kernel_groups(
             f"{list(members.values())}; give one info per kernel group, in the order of their first layers"
         )
     told: Sequence[EngineGroupInfo | None] = infos or [None] * len(members)
-    return tuple(
+    groups = tuple(
         _kernel_group(index, identity, {layer: layouts[layer] for layer in layers}, info)
         for index, ((identity, layers), info) in enumerate(zip(members.items(), told, strict=True))
+    )
+    return groups, tuple(
+        tuple(layout.packing for layer in layers if (layout := layouts[layer])) for layers in members.values()
     )
 
 
@@ -328,7 +380,7 @@ def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
         spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
         apart = geometry.format.has_block_axis and _slots_lie_apart(spec)
         block = spec[0,] if geometry.format.has_block_axis and spec.shape[0] else spec
-        if not (block.is_contiguous or apart):
+        if not (block.is_contiguous or apart or _is_heads_first_pair(geometry.format, spec)):
             allowed = "inside a block" if geometry.format.has_block_axis else f"in {geometry.format.name}"
             raise ValueError(
                 f"layer {layer}: array of shape {spec.shape} and stride {spec.stride} (elements) has padding "
@@ -345,7 +397,13 @@ def _layer_layout(geometry: Geometry, layer: int) -> _LayerLayout:
         num_blocks=geometry.num_blocks_of(layer),
         strides=tuple(strides),
         block_stride=strides[0] if geometry.format.has_block_axis else 0,
+        packing=geometry.packing(layer),
     )
+
+
+def _is_heads_first_pair(format: EngineKVFormat, spec: ArraySpec) -> bool:
+    """K or V of a pair, read slots first and stored heads first: [NB, NH, BS, HS] without gaps."""
+    return format is EngineKVFormat.NL_X_TWO_X_NB_BS_NH_HS and spec.transpose((0, 2, 1, 3)).is_contiguous
 
 
 def _slots_lie_apart(spec: ArraySpec) -> bool:

@@ -32,9 +32,10 @@ from kvshm.protocol import (
 )
 from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.server.jobs import Done, JobPool
-from kvshm.server.registrations import Registrations
+from kvshm.server.registrations import Registration, Registrations
 from kvshm.server.service import CacheService
 from kvshm.server.state import DEFERRED, Refused, ServerState, Settings
+from kvshm.shm.liveness import Liveness
 from kvshm.store.chunk_store import ChunkStore
 from kvshm.store.pool_memory import PoolMemory
 from kvshm.store.slabs import SlabAllocator
@@ -60,7 +61,7 @@ class CacheServer:
         endpoint: ``tcp://`` on a loopback address (port 0: any free one) or ``ipc://``.
         capacity: Bytes of chunk objects. They lie in one segment, whose pages are reserved in the background.
         chunk_size: Tokens of a chunk.
-        null_block_id: The block id that stands for no data.
+        null_block_id: The block that stands for no data; None: there is none.
         allow_remote: Bind an address that other hosts reach. There is no authentication.
         num_workers: Threads that copy; None: 2 to 4, by the number of processors.
         pool_name: Name of the pool's segment; None: a random one.
@@ -79,7 +80,7 @@ class CacheServer:
         endpoint: str = "tcp://127.0.0.1:5555",
         capacity: int = 1 << 30,
         chunk_size: int = 256,
-        null_block_id: int = 0,
+        null_block_id: int | None = 0,
         *,
         allow_remote: bool = False,
         num_workers: int | None = None,
@@ -153,10 +154,12 @@ class CacheServer:
             undo.callback(self._forget_endpoint)
             self._pool = PoolMemory(SlabAllocator(self._capacity).nbytes, self._pool_name)
             undo.callback(self._pool.close)
+            self._liveness = Liveness()
+            undo.callback(self._liveness.close)
             self._jobs = JobPool(self._num_workers, self._wake)
             undo.callback(self._jobs.close)
             self._state = ServerState(self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit)
-            self._service = CacheService(self._state, self.status)
+            self._service = CacheService(self._state, self.status, self._liveness)
             if self._http_port is not None:
                 from kvshm.server.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
 
@@ -186,6 +189,7 @@ class CacheServer:
         self._context.term()
         self._forget_endpoint()
         self._pool.close()
+        self._liveness.close()
 
     def __enter__(self) -> CacheServer:
         return self.start()
@@ -245,26 +249,31 @@ class CacheServer:
                 "unfinished": store.num_unfinished,
                 **asdict(store.stats),
             },
-            "lookups": {"open": len(state.pins), "read_locks": state.pins.num_pins},
+            "lookups": {
+                "open": len(state.lookups) + len(state.plain_lookups),
+                "read_locks": state.lookups.num_pins + state.plain_lookups.num_pins,
+            },
             "jobs": self._jobs.num_unfinished,
-            "instances": [
-                {
-                    "instance_id": registration.instance_id,
-                    "model_name": registration.model_name,
-                    "world_size": registration.world_size,
-                    "transfer_mode": "engine_driven" if registration.context is None else "lmcache_driven",
-                    "silent_s": round(now - registration.last_seen, 3),
-                    "has_pinged": registration.has_pinged,
-                    "running_copies": registration.num_running,
-                    "prepared_stores": len(registration.prepared),
-                    "prepared_retrieves": sum(map(len, registration.reading.values())),
-                    "layout": registration.layout.fingerprint.hex(),
-                }
-                for registration in state.registrations
-            ],
+            "instances": [self._report(registration, now) for registration in state.registrations],
             "counters": asdict(state.counters),
             "messages": dict(self._messages),
             "last_error": state.last_error,
+        }
+
+    def _report(self, registration: Registration, now: float) -> dict[str, Any]:
+        stores, retrieves = self._state.loans.counts(registration.instance_id)
+        return {
+            "instance_id": registration.instance_id,
+            "model_name": registration.model_name,
+            "world_size": registration.world_size,
+            "workers": sorted(registration.worker_ids),
+            "transfer_mode": "engine_driven" if registration.is_engine_driven else "lmcache_driven",
+            "silent_s": round(now - registration.last_seen, 3),
+            "has_pinged": registration.has_pinged,
+            "running_copies": registration.num_running,
+            "prepared_stores": stores,
+            "prepared_retrieves": retrieves,
+            "objects": [layout.meaning.hex() for layout in registration.objects],
         }
 
     # The loop
@@ -349,6 +358,11 @@ class _Call:
     send: Callable[[list[bytes], bool], None]
     head: list[bytes]  # the client's address, uid, operation: the reply begins with these, byte by byte
     operation: Operation | None = None
+
+    @property
+    def connection(self) -> bytes:
+        """Which connection it came over."""
+        return self.head[0]
 
     def answer(self, result: Any) -> None:
         """Send the result."""

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
-from kvshm.layout import EngineGroupInfo, all_null_chunk_masks
-from kvshm.protocol import NO_RESULT, CacheKey
-from kvshm.server.registrations import Registration, context_layout, object_keys
-from kvshm.server.state import DEFERRED, Call, Refused, ServerState, worker_of
+from kvshm.layout import (
+    BlockIds,
+    EngineGroupInfo,
+    KVLayerGroupsManager,
+    all_null_chunk_masks,
+    chunks_with_data,
+    object_layouts,
+)
+from kvshm.protocol import NO_RESULT, CacheKey, EngineIdentity
+from kvshm.server.lookups import Scope
+from kvshm.server.registrations import Registration, object_keys
+from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of, worker_of
+from kvshm.store.chunk_store import Entry
 from kvshm.transfer import gather_chunks, scatter_chunks
 
 __all__ = ["ServerDrivenOperations"]
+
+Arrays = Sequence[NDArray[np.int64]]
 
 
 class ServerDrivenOperations:
@@ -25,6 +36,8 @@ class ServerDrivenOperations:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._registering: dict[int, object] = {}  # the latest attempt per instance
+
+    # Registering
 
     def register_kv_cache(
         self,
@@ -38,6 +51,61 @@ class ServerDrivenOperations:
         engine_group_infos: tuple[EngineGroupInfo, ...],
     ) -> object:
         """Map an engine's cache. A second registration of an id replaces the first."""
+
+        def enter(context: CPUCacheContext) -> Registration:
+            return Registration(
+                instance_id,
+                model_name,
+                world_size,
+                object_layouts(context.kv_layer_groups_manager),
+                self._state.clock(),
+                call.connection,
+                null_block_id=self._state.settings.null_block_id,
+                context=context,
+            )
+
+        return self._register(call, instance_id, kv_caches, engine_type, layout_hints, engine_group_infos, enter)
+
+    def kvshm_register_server_driven(
+        self,
+        call: Call,
+        instance_id: int,
+        identity: EngineIdentity,
+        kv_caches: Any,
+        engine_type: str,
+        layout_hints: dict[str, Any],
+        engine_group_infos: tuple[EngineGroupInfo, ...],
+        null_block_id: int | None,
+    ) -> object:
+        """The same for an engine of kvshm's client, which says which worker it is."""
+
+        def enter(context: CPUCacheContext) -> Registration:
+            return Registration(
+                instance_id,
+                identity.model_name,
+                identity.world_size,
+                object_layouts(context.kv_layer_groups_manager),
+                self._state.clock(),
+                call.connection,
+                is_kvshm=True,
+                worker_ids={identity.worker_id},
+                cache_salt=identity.cache_salt,
+                null_block_id=null_block_id,
+                context=context,
+            )
+
+        return self._register(call, instance_id, kv_caches, engine_type, layout_hints, engine_group_infos, enter)
+
+    def _register(
+        self,
+        call: Call,
+        instance_id: int,
+        kv_caches: Any,
+        engine_type: str,
+        layout_hints: dict[str, Any],
+        engine_group_infos: tuple[EngineGroupInfo, ...],
+        enter: Callable[[CPUCacheContext], Registration],
+    ) -> object:
         attempt = self._registering[instance_id] = object()
 
         def work() -> CPUCacheContext:
@@ -60,10 +128,7 @@ class ServerDrivenOperations:
                     context, lambda: call.fail(f"instance {instance_id} was unregistered meanwhile")
                 )
             else:
-                now = self._state.clock()
-                self._state.enter(
-                    Registration(instance_id, model_name, world_size, context_layout(context), context, now, now)
-                )
+                self._state.enter(enter(context))
                 call.answer(NO_RESULT)
 
         self._state.run(work, done)
@@ -72,87 +137,126 @@ class ServerDrivenOperations:
     def unregister_kv_cache(self, call: Call, instance_id: int) -> object:
         """Let go of an engine; answered once no copy runs on its memory and its mappings are gone."""
         self._registering.pop(instance_id, None)
-        registration = self._state.registrations.remove(instance_id)
-        if registration is None:
-            return NO_RESULT
-        self._state.retire(registration, lambda: call.answer(NO_RESULT))
+        self._state.unregister(instance_id, lambda: call.answer(NO_RESULT))
         return DEFERRED
 
+    def forget_attempts(self) -> None:
+        """Let no registration that is still under way succeed."""
+        self._registering.clear()
+
+    # Store
+
     def store(
+        self, call: Call, key: CacheKey, instance_id: int, block_ids: list[NDArray[np.int64]], event_handle: bytes
+    ) -> object:
+        """Gather chunks from the engine's cache; visible before the answer, all of them or none."""
+        registration, context = self._server_driven(instance_id)
+        worker_id = worker_of(key)
+        hashes = self._state.hashes_in_range(key)
+        ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+        registration.worker_ids.add(worker_id)
+        return self._store(
+            call,
+            registration,
+            context,
+            scope_of(key),
+            worker_id,
+            hashes,
+            ids,
+            None,
+            lambda: [event_handle, True],
+        )
+
+    def kvshm_store(
         self,
         call: Call,
-        key: CacheKey,
         instance_id: int,
+        tokens: NDArray[np.int64],
         block_ids: list[NDArray[np.int64]],
-        event_handle: bytes,
-        deadline_ns: int | None = None,
+        deadline_ns: int,
     ) -> object:
-        """Gather chunks from the engine's cache; visible before the answer, all of them or none.
+        """The same for an engine of kvshm's client; gives the chunks that a lookup finds then.
 
         Past ``deadline_ns`` the client may have given the blocks to others: what was gathered by then is dropped.
         """
         registration, context = self._server_driven(instance_id)
-        worker_id = worker_of(key)
-        hashes = self._state.hashes_in_range(key)
-        self._check_block_counts(context, block_ids, len(hashes))
-        manager, layout = context.kv_layer_groups_manager, registration.layout
-        masks = all_null_chunk_masks(
-            [ids.tolist() for ids in block_ids],
-            manager.object_groups,
-            [manager.blocks_per_chunk(index) for index in range(len(manager.kernel_groups))],
-            len(hashes),
-            self._state.settings.null_block_id,
+        hashes = self._state.hashes_of(tokens)
+        ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+        return self._store(
+            call,
+            registration,
+            context,
+            registration.scope,
+            registration.worker_id,
+            hashes,
+            ids,
+            deadline_ns,
+            lambda: self._state.num_found(registration, hashes),
         )
-        keys = {
-            group: [
-                None if is_null else object_key
-                for object_key, is_null in zip(
-                    object_keys(key, worker_id, layout, group, hashes), masks[group], strict=True
-                )
-            ]
-            for group in layout.served_groups
-        }
-        reservation = self._state.objects.reserve(
-            [(name, layout.group_nbytes[group]) for group, names in keys.items() for name in names if name is not None]
-        )
+
+    def _store(
+        self,
+        call: Call,
+        registration: Registration,
+        context: CPUCacheContext,
+        scope: Scope,
+        worker_id: int,
+        hashes: list[bytes],
+        ids: BlockIds,
+        deadline_ns: int | None,
+        result: Callable[[], Any],
+    ) -> object:
+        state = self._state
+        keys: dict[int, list[bytes | None]] = {}
+        sizes: list[tuple[bytes, int]] = []
+        for group, layout in enumerate(registration.objects):
+            if layout.is_served:
+                has_data = _chunks_to_store(registration, context.kv_layer_groups_manager, ids, group)
+                names = object_keys(scope, worker_id, layout, hashes)
+                keys[group] = [name if data else None for name, data in zip(names, has_data, strict=True)]
+                sizes += [(name, layout.nbytes) for name in keys[group] if name is not None]
+        reservation = state.objects.reserve(sizes)
         if reservation is None:
-            raise self._state.no_room()
+            raise state.no_room()
         if not reservation.new:
-            self._state.objects.commit(reservation)
-            return [event_handle, True]
+            state.objects.commit(reservation)
+            if sizes:
+                state.registrations.has_stored(registration, worker_id)
+            return result()
         new = reservation.new
         registration.begin_copy()
 
         def work() -> int:
             for entry in new.values():
-                self._state.pool.ensure(entry.offset, entry.nbytes)
+                state.pool.ensure(entry.offset, entry.nbytes)
             for group, names in keys.items():
-                chunks = [self._state.bytes_of(new[name]) if name in new else None for name in names]
+                chunks = [state.bytes_of(new[name]) if name in new else None for name in names]
                 if any(chunk is not None for chunk in chunks):
-                    gather_chunks(context, block_ids, chunks, group)
-                    if self._state.settings.verify:
-                        _check_unchanged(context, block_ids, chunks, group)
+                    gather_chunks(context, ids.flat(), chunks, group)
+                    if state.settings.verify:
+                        _check_unchanged(context, ids.flat(), chunks, group)
             return time.monotonic_ns()
 
         def done(finished_ns: int | None, reason: str | None) -> None:
             try:
                 if finished_ns is not None and (deadline_ns is None or finished_ns < deadline_ns):
-                    self._state.objects.commit(reservation)
-                    self._state.counters.stores += 1
-                    self._state.counters.stored_bytes += sum(entry.nbytes for entry in new.values())
-                    call.answer([event_handle, True])
+                    state.objects.commit(reservation)
+                    state.registrations.has_stored(registration, worker_id)
+                    state.counters.stores += 1
+                    state.counters.stored_bytes += sum(entry.nbytes for entry in new.values())
+                    call.answer(result())
                 else:
-                    self._state.objects.abort(reservation)
-                    self._state.counters.failed_stores += 1
-                    self._state.counters.late_stores += reason is None
-                    call.fail(
-                        self._state.record(reason or "the store ended after its client's time limit and was dropped")
-                    )
+                    state.objects.abort(reservation)
+                    state.counters.failed_stores += 1
+                    state.counters.late_stores += reason is None
+                    call.fail(state.record(reason or "the store ended after its client's time limit and was dropped"))
             finally:  # else an unregister would wait for ever
                 registration.end_copy()
 
-        self._state.run(work, done)
+        state.run(work, done)
         return DEFERRED
+
+    # Retrieve
 
     def retrieve(
         self,
@@ -162,59 +266,99 @@ class ServerDrivenOperations:
         block_ids: list[NDArray[np.int64]],
         event_handle: bytes,
         skip_first_n_tokens: int = 0,
-        deadline_ns: int | None = None,
     ) -> object:
         """Scatter cached chunks into the engine's cache, and release one read lock of this request on each."""
-        hashes = self._state.hashes_in_range(key)
-        chunks = self._state.chunks_in_range(key)
+        state = self._state
+        prefix = state.hashes_up_to(key)
+        chunks = state.chunks_in_range(key)
+        hashes = prefix[chunks.start : chunks.stop]
         worker_id = worker_of(key)
+        scope = scope_of(key)
+
+        def unlock() -> None:
+            state.plain_lookups.release_one(call.connection, scope, key.request_id, prefix, worker_id, chunks)
+
         try:
             registration, context = self._server_driven(instance_id)
-            self._check_block_counts(context, block_ids, len(hashes))
-            found = self._state.cached(key, worker_id, registration.layout, hashes)
+            ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+            found = state.cached(scope, worker_id, registration, hashes)
         except (ValueError, LookupError):
-            self._state.pins.release_one(key.request_id, worker_id, chunks)
-            self._state.counters.failed_retrieves += 1
+            unlock()
+            state.counters.failed_retrieves += 1
             raise
+        registration.worker_ids.add(worker_id)
+        return self._retrieve(
+            call, registration, context, found, ids, skip_first_n_tokens, None, unlock, [event_handle, True]
+        )
+
+    def kvshm_retrieve(
+        self,
+        call: Call,
+        instance_id: int,
+        request_id: str | None,
+        tokens: NDArray[np.int64],
+        block_ids: list[NDArray[np.int64]],
+        skip_first_n_tokens: int,
+        deadline_ns: int,
+    ) -> object:
+        """The same for an engine of kvshm's client; what lookups of this request pinned for it is used up."""
+        state = self._state
+        registration, context = self._server_driven(instance_id)
+        hashes = state.hashes_of(tokens)
+
+        def unlock() -> None:
+            state.use_up(registration, request_id, hashes)
+
+        try:
+            ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+            found = state.cached(registration.scope, registration.worker_id, registration, hashes)
+        except ValueError:
+            unlock()
+            state.counters.failed_retrieves += 1
+            raise
+        return self._retrieve(call, registration, context, found, ids, skip_first_n_tokens, deadline_ns, unlock, True)
+
+    def _retrieve(
+        self,
+        call: Call,
+        registration: Registration,
+        context: CPUCacheContext,
+        found: dict[int, list[Entry | None]],
+        ids: BlockIds,
+        skip_first_n_tokens: int,
+        deadline_ns: int | None,
+        unlock: Callable[[], None],
+        result: Any,
+    ) -> object:
+        state = self._state
         entries = [entry for group in found.values() for entry in group if entry is not None]
-        self._state.objects.hold(entries)
-        self._state.pins.release_one(key.request_id, worker_id, chunks)
+        state.objects.hold(entries)
+        unlock()
         registration.begin_copy()
 
         def work() -> int:
             if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
                 raise Refused("the client's time limit passed before the copy began")
             for group, group_entries in found.items():
-                buffers = [None if entry is None else self._state.bytes_of(entry) for entry in group_entries]
-                scatter_chunks(
-                    context,
-                    block_ids,
-                    buffers,
-                    group,
-                    skip_first_n_tokens,
-                    self._state.settings.null_block_id,
-                )
+                buffers = [None if entry is None else state.bytes_of(entry) for entry in group_entries]
+                scatter_chunks(context, ids.flat(), buffers, group, skip_first_n_tokens, registration.null_block_id)
             return 0
 
-        def done(result: int | None, reason: str | None) -> None:
+        def done(_: int | None, reason: str | None) -> None:
             try:
-                self._state.objects.release(entries)
+                state.objects.release(entries)
                 if reason is None:
-                    self._state.counters.retrieves += 1
-                    self._state.counters.retrieved_bytes += sum(entry.nbytes for entry in entries)
-                    call.answer([event_handle, True])
+                    state.counters.retrieves += 1
+                    state.counters.retrieved_bytes += sum(entry.nbytes for entry in entries)
+                    call.answer(result)
                 else:
-                    self._state.counters.failed_retrieves += 1
-                    call.fail(self._state.record(reason))
+                    state.counters.failed_retrieves += 1
+                    call.fail(state.record(reason))
             finally:
                 registration.end_copy()
 
-        self._state.run(work, done)
+        state.run(work, done)
         return DEFERRED
-
-    def forget_attempts(self) -> None:
-        """Let no registration that is still under way succeed."""
-        self._registering.clear()
 
     def _server_driven(self, instance_id: int) -> tuple[Registration, CPUCacheContext]:
         registration = self._state.registration(instance_id)
@@ -222,20 +366,31 @@ class ServerDrivenOperations:
             raise Refused(f"instance {instance_id} is registered as engine-driven; use prepare_store and its kin")
         return registration, registration.context
 
-    def _check_block_counts(self, context: CPUCacheContext, block_ids: Sequence[Any], num_chunks: int) -> None:
-        manager = context.kv_layer_groups_manager
-        wanted = [manager.blocks_per_chunk(index) * num_chunks for index in range(len(manager.kernel_groups))]
-        given = [len(ids) for ids in block_ids]
-        if given != wanted:
-            raise Refused(
-                f"{num_chunks} chunks take {wanted} block ids per kernel group, but {given} came; "
-                f"give blocks_per_chunk * chunks ids for every group"
-            )
+
+def _chunks_to_store(
+    registration: Registration, manager: KVLayerGroupsManager, ids: BlockIds, object_group_idx: int
+) -> Sequence[bool]:
+    """Per chunk, whether an object group has data of it.
+
+    A chunk of which a kept block is the null block has none. LMCache's clients may have data in that block where all
+    tokens are kept (its bench has): there only a chunk of nothing but null blocks is left out.
+    """
+    layout, null_block_id = registration.objects[object_group_idx], registration.null_block_id
+    if null_block_id is None:
+        return [True] * ids.num_chunks
+    if registration.is_kvshm or layout.num_chunks_in_sw >= 0 or layout.kind == "recurrent":
+        found: list[bool] = chunks_with_data(manager, ids, object_group_idx, null_block_id).tolist()
+        return found
+    per_chunk = [manager.blocks_per_chunk(index) for index in range(len(manager.kernel_groups))]
+    lists = [group.tolist() for group in ids.flat()]
+    groups = [manager.object_group(object_group_idx)]
+    (is_null,) = all_null_chunk_masks(lists, groups, per_chunk, ids.num_chunks, null_block_id)
+    return [not null for null in is_null]
 
 
 def _check_unchanged(
     context: CPUCacheContext,
-    block_ids: Sequence[NDArray[np.int64]],
+    block_ids: Arrays,
     chunks: Sequence[NDArray[np.uint8] | None],
     object_group_idx: int,
 ) -> None:

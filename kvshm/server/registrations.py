@@ -1,4 +1,4 @@
-"""Registered engines: whose cache a request is about, how its chunks are laid out, and when its lease ends.
+"""Registered engines: whose chunks a request is about, how they are laid out, and when an engine's lease ends.
 
 A registration is *server-driven* (the server maps the engine's cache and copies) or *engine-driven* (the engine copies
 into slots of the server's pool). Its lease starts with the registration and is renewed by every request that names
@@ -10,65 +10,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import dtype_from_name
-from kvshm.layout import layout_fingerprint
+from kvshm.formats.detect import INDEX_PAGE_WIDTH
+from kvshm.formats.geometry import LATENT, PAGE, SPLIT
+from kvshm.layout import ObjectLayout
+from kvshm.layout.chunk import KernelGroupMeaning, object_meaning
 from kvshm.prefix import CHUNK_HASH_NBYTES
-from kvshm.protocol import NOT_REGISTERED, CacheKey, EngineDrivenSpec
-from kvshm.store.chunk_store import Entry, Reservation
+from kvshm.protocol import NOT_REGISTERED, EngineDrivenSpec
+from kvshm.server.hits import Need
+from kvshm.server.loans import Holder
+from kvshm.server.lookups import Scope
 
-__all__ = [
-    "ChunkLayout",
-    "PreparedRead",
-    "PreparedStore",
-    "Registration",
-    "Registrations",
-    "context_layout",
-    "engine_driven_layout",
-    "object_keys",
-]
-
-_FINGERPRINT_NBYTES = 16
+__all__ = ["Registration", "Registrations", "SlotForm", "object_keys", "plain_object_layout"]
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkLayout:
-    """How the chunks of an engine are cut into objects, and a fingerprint of everything their bytes depend on."""
+class SlotForm:
+    """How LMCache's engines see a slot: an array of this shape and dtype."""
 
-    fingerprint: bytes
-    group_nbytes: tuple[int, ...]  # bytes of one chunk object, per object group
-    group_windows: tuple[int, ...]  # last chunks that a hit needs, per object group; -1: all
-    served_groups: tuple[int, ...]  # object groups that lookups and retrieves are about
-    slot_shape: tuple[int, ...] = ()  # engine-driven: shape of a chunk's slot
-    slot_dtype: str = ""
-
-    def needed_chunks(self, object_group_idx: int, num_chunks: int) -> range:
-        """Which of the first ``num_chunks`` chunks a hit of all of them needs in this group."""
-        window = self.group_windows[object_group_idx]
-        return range(0 if window < 0 else max(0, num_chunks - window), num_chunks)
+    shape: tuple[int, ...]
+    dtype: str
 
 
-def context_layout(context: CPUCacheContext) -> ChunkLayout:
-    """The layout of a server-driven engine. The number of blocks and their padding are not part of it."""
-    manager = context.kv_layer_groups_manager
-    windows = manager.get_attn_desc()
-    return ChunkLayout(
-        layout_fingerprint(manager),
-        tuple(manager.object_nbytes(index) for index in range(len(manager.object_groups))),
-        windows.num_chunks_in_sw,
-        tuple(index for index, kind in enumerate(windows.group_kinds) if kind != "aux"),
-    )
+def plain_object_layout(spec: EngineDrivenSpec, chunk_size: int) -> tuple[ObjectLayout, SlotForm]:
+    """The chunks of an engine of LMCache's that copies by itself: one object each, [kv, layer, slot, hidden].
 
-
-def engine_driven_layout(spec: EngineDrivenSpec, chunk_size: int) -> ChunkLayout:
-    """The layout of an engine that copies by itself: one object group, slots of [kv, layer, slot, hidden].
+    One plane is a latent, since the protocol's word for it is MLA; rows of an index page are known by their width.
 
     Raises:
-        ValueError: An unknown dtype, or chunks that no whole number of blocks makes.
+        ValueError: An unknown dtype, or chunks that no whole number of blocks or slots makes.
     """
     dtype = dtype_from_name(spec.dtype_str)
     if chunk_size % spec.block_size:
@@ -77,43 +52,32 @@ def engine_driven_layout(spec: EngineDrivenSpec, chunk_size: int) -> ChunkLayout
             f"a chunk size that is a multiple of {spec.block_size}"
         )
     slots = chunk_size if spec.num_physical_slots is None else spec.num_physical_slots
+    if chunk_size % slots:
+        raise ValueError(f"chunks of {chunk_size} tokens cannot have {slots} slots; give a number that divides it")
     shape: tuple[int, ...] = (spec.num_layers, slots, spec.hidden_dim_size)
     if not spec.use_mla:
         shape = (2, *shape)
-    fingerprint = _fingerprint(
-        chunk_size, "engine-driven", shape, spec.block_size, spec.dtype_str, spec.layout_fingerprint.hex()
+    is_page = spec.use_mla and (spec.dtype_str, spec.hidden_dim_size) == ("uint8", INDEX_PAGE_WIDTH)
+    meaning = KernelGroupMeaning(
+        kv_size=1 if spec.use_mla else 2,
+        layers=tuple(range(spec.num_layers)),
+        hidden_size=spec.hidden_dim_size,
+        packing=(PAGE if is_page else LATENT if spec.use_mla else SPLIT,),
+        dtype=spec.dtype_str,
+        num_slots=slots,
+        tokens_per_slot=chunk_size // slots,
+        slots_per_block=spec.block_size if is_page else 0,
     )
-    return ChunkLayout(fingerprint, (prod(shape) * dtype.itemsize,), (-1,), (0,), shape, spec.dtype_str)
+    layout = ObjectLayout(object_meaning(chunk_size, (meaning,)), prod(shape) * dtype.itemsize)
+    return layout, SlotForm(shape, spec.dtype_str)
 
 
-def _fingerprint(*facts: object) -> bytes:
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=_FINGERPRINT_NBYTES).digest()
-
-
-def object_keys(
-    key: CacheKey, worker_id: int, layout: ChunkLayout, object_group_idx: int, hashes: list[bytes]
-) -> list[bytes]:
-    """Under which keys the store has the chunks of these hashes, for one worker and object group."""
-    identity = [key.model_name, key.world_size, worker_id, object_group_idx, key.cache_salt, layout.fingerprint.hex()]
-    scope = hashlib.blake2b(json.dumps(identity).encode(), digest_size=CHUNK_HASH_NBYTES).digest()
-    return [chunk_hash + scope for chunk_hash in hashes]
-
-
-@dataclass(slots=True, eq=False)
-class PreparedStore:
-    """Slots that an engine was lent to write into; not visible until it commits."""
-
-    reservation: Reservation
-    result: dict[str, object]
-    deadline: float
-
-
-@dataclass(slots=True, eq=False)
-class PreparedRead:
-    """Slots that an engine reads from; held until it says that it is done."""
-
-    entries: list[Entry]
-    deadline: float
+def object_keys(scope: Scope, worker_id: int, layout: ObjectLayout, hashes: Iterable[bytes]) -> list[bytes]:
+    """Under which keys the store has the chunks of these hashes: equal for engines that may share them."""
+    model_name, world_size, cache_salt = scope
+    identity = [model_name, world_size, worker_id, cache_salt, layout.meaning.hex()]
+    digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=CHUNK_HASH_NBYTES).digest()
+    return [chunk_hash + digest for chunk_hash in hashes]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,16 +87,44 @@ class Registration:
     instance_id: int
     model_name: str
     world_size: int
-    layout: ChunkLayout
-    context: CPUCacheContext | None  # None: engine-driven
-    registered_at: float
+    objects: tuple[ObjectLayout, ...]
     last_seen: float
-    life_sign: str = ""  # a segment that is in use as long as the engine's process lives
+    connection: bytes = b""  # that it registered over
+    is_kvshm: bool = False  # registered by kvshm's client
+    worker_ids: set[int] = field(default_factory=set)  # of LMCache's engines those that they stored as
+    cache_salt: str = ""
+    null_block_id: int | None = 0
+    context: CPUCacheContext | None = None  # server-driven
+    holder: Holder | None = None  # engine-driven
+    slot_form: SlotForm | None = None  # of LMCache's engine-driven engines
     has_pinged: bool = False
     num_running: int = 0  # copies on its memory
-    prepared: dict[Hashable, PreparedStore] = field(default_factory=dict)
-    reading: dict[Hashable, list[PreparedRead]] = field(default_factory=dict)
     on_idle: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.world_size == 1:
+            self.worker_ids = {0}
+
+    @property
+    def is_engine_driven(self) -> bool:
+        """Whether the engine copies by itself."""
+        return self.holder is not None
+
+    @property
+    def worker_id(self) -> int:
+        """Which worker an engine of kvshm's client is."""
+        (worker_id,) = self.worker_ids
+        return worker_id
+
+    @property
+    def scope(self) -> Scope:
+        """Whose chunks an engine of kvshm's client stores and finds."""
+        return self.model_name, self.world_size, self.cache_salt
+
+    @property
+    def served(self) -> tuple[ObjectLayout, ...]:
+        """What lookups and retrieves are about."""
+        return tuple(layout for layout in self.objects if layout.is_served)
 
     def begin_copy(self) -> None:
         """A copy on this engine's memory starts."""
@@ -154,8 +146,11 @@ class Registration:
             callback()
 
 
+Layouts = tuple[ObjectLayout, ...]
+
+
 class Registrations:
-    """All engines by instance id.
+    """All engines by instance id, and what is known of the workers of a model.
 
     Args:
         reap_after_s: How long an engine that ever pinged may be silent.
@@ -166,12 +161,15 @@ class Registrations:
         self.reap_after_s = reap_after_s
         self.grace_s = grace_s
         self._by_id: dict[int, Registration] = {}
+        # In which layouts the workers of a model and world have stored. An engine of LMCache's does not say which
+        # worker it is; one that comes back after a restart is recognised by this.
+        self._stored: dict[tuple[str, int, int], dict[Layouts, None]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[Registration]:
-        return iter(self._by_id.values())
+        return iter(list(self._by_id.values()))
 
     def add(self, registration: Registration) -> Registration | None:
         """Enter an engine; gives the one that had its id."""
@@ -203,18 +201,61 @@ class Registrations:
             registration.has_pinged = True
 
     def silent(self, now: float) -> list[Registration]:
-        """Engines whose lease is over."""
+        """Engines whose lease is over, and those whose process is known to be dead."""
         return [
             registration
             for registration in self._by_id.values()
             if now - registration.last_seen > (self.reap_after_s if registration.has_pinged else self.grace_s)
+            or (registration.holder is not None and registration.holder.is_dead)
         ]
 
-    def layouts(self, model_name: str, world_size: int) -> list[ChunkLayout]:
-        """The different layouts of a model's engines, the latest registered first."""
-        layouts = (
-            registration.layout
-            for registration in reversed(self._by_id.values())
+    def models_on(self, connection: bytes) -> set[tuple[str, int]]:
+        """Model and world size of the engines that registered over a connection."""
+        return {(each.model_name, each.world_size) for each in self._by_id.values() if each.connection == connection}
+
+    def has_stored(self, registration: Registration, worker_id: int) -> None:
+        """An engine has stored as this worker."""
+        of_worker = self._stored.setdefault((registration.model_name, registration.world_size, worker_id), {})
+        of_worker[registration.served] = None
+
+    def needs_of(self, registration: Registration, workers: Iterable[int]) -> list[Need]:
+        """What a hit of an engine needs: its own objects, and those of each other worker under that worker's layout.
+
+        Workers of one layout have that of the asking engine. Those of pipeline stages have their own; where several are
+        registered for one worker, all of them must be served.
+        """
+        needs: list[Need] = []
+        for worker_id in workers:
+            layouts: list[Layouts] = []
+            if worker_id not in registration.worker_ids:
+                layouts = self._layouts(registration.model_name, registration.world_size, worker_id)
+            if not layouts or registration.served in layouts:
+                layouts = [registration.served]
+            needs += [Need(worker_id, layout) for objects in layouts for layout in objects]
+        return needs
+
+    def needs_of_all(self, model_name: str, world_size: int, workers: Iterable[int]) -> list[Need]:
+        """What a hit needs that any engine registered as one of these workers can retrieve.
+
+        Empty: one of them has no engine.
+        """
+        needs: list[Need] = []
+        for worker_id in workers:
+            layouts = self._layouts(model_name, world_size, worker_id)
+            if not layouts:
+                return []
+            needs += [Need(worker_id, layout) for objects in layouts for layout in objects]
+        return needs
+
+    def _layouts(self, model_name: str, world_size: int, worker_id: int) -> list[Layouts]:
+        """The different layouts of the engines that are this worker, or that may be."""
+        of_model = [
+            registration
+            for registration in self._by_id.values()
             if (registration.model_name, registration.world_size) == (model_name, world_size)
-        )
-        return list(dict.fromkeys(layouts))
+        ]
+        known = dict.fromkeys(each.served for each in of_model if worker_id in each.worker_ids)
+        if known:
+            return list(known)
+        stored = self._stored.get((model_name, world_size, worker_id), {})
+        return list(dict.fromkeys(each.served for each in of_model if not each.worker_ids and each.served in stored))

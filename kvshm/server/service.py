@@ -11,20 +11,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvshm._version import __version__
-from kvshm.prefix import chunk_hashes
 from kvshm.protocol import NO_RESULT, OPERATIONS, PROTOCOL_VERSION, CacheKey
 from kvshm.server.copies import ServerDrivenOperations
 from kvshm.server.lending import EngineDrivenOperations
-from kvshm.server.registrations import ChunkLayout
-from kvshm.server.state import Call, Refused, ServerState
-from kvshm.store.pins import Found
+from kvshm.server.registrations import Registration
+from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of
+from kvshm.shm.liveness import Liveness
 
 __all__ = ["CacheService"]
 
@@ -36,10 +34,12 @@ class CacheService:
 
     Args:
         report: Gives the server's status.
+        liveness: A segment that is in use as long as the server's process lives.
     """
 
-    def __init__(self, state: ServerState, report: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, state: ServerState, report: Callable[[], dict[str, Any]], liveness: Liveness) -> None:
         self.state = state
+        self._liveness = liveness
         self.boot_token = secrets.token_hex(8)
         self._report = report
         self._server_driven = ServerDrivenOperations(state)
@@ -55,6 +55,10 @@ class CacheService:
         """As :meth:`~kvshm.server.copies.ServerDrivenOperations.unregister_kv_cache`."""
         return self._server_driven.unregister_kv_cache(call, instance_id)
 
+    def kvshm_unregister(self, call: Call, instance_id: int) -> object:
+        """As :meth:`~kvshm.server.copies.ServerDrivenOperations.unregister_kv_cache`."""
+        return self._server_driven.unregister_kv_cache(call, instance_id)
+
     def ping(self, call: Call, instance_id: int | None) -> bool:
         """A sign of life."""
         if instance_id is not None:
@@ -67,37 +71,91 @@ class CacheService:
         """Find and pin the longest cached prefix; the result is asked for by request id."""
         if key.num_kv_readers < 1:
             raise Refused(f"num_kv_readers is {key.num_kv_readers}; a lookup needs at least 1 reader")
-        self._look_up(key, self.state.registrations.layouts(key.model_name, key.world_size))
+        state, scope = self.state, scope_of(key)
+        hashes = state.hashes_of(key.token_ids[: key.end])
+        workers = range(key.world_size) if key.worker_id is None else (key.worker_id,)
+        needs = state.registrations.needs_of_all(key.model_name, key.world_size, workers)
+        hit = state.longest_hit(scope, needs, hashes)
+        self._count(len(hashes), hit.num_chunks)
+        state.plain_lookups.look_up(
+            call.connection, scope, key.request_id, hashes, hit, key.num_kv_readers, state.clock()
+        )
         return NO_RESULT
 
-    def kvshm_lookup(
-        self, call: Call, key: CacheKey, instance_id: int, pin_worker_id: int | None, token_ids: NDArray[np.int64]
-    ) -> int:
-        """The same for a registered engine, in one round trip; pins only this worker's objects, or (None) all."""
-        key = replace(key, token_ids=token_ids)
+    def kvshm_lookup(self, call: Call, instance_id: int, request_id: str | None, tokens: NDArray[np.int64]) -> int:
+        """The same for an engine of kvshm's client, in one round trip; pins for all workers of a request, or (without
+        one) for a retrieve by this one."""
+        state = self.state
+        registration = self._kvshm(instance_id)
+        hashes = state.hashes_of(tokens)
+        num_chunks = state.lookups.look_up(
+            registration.scope,
+            request_id,
+            instance_id,
+            registration.worker_id,
+            hashes,
+            lambda workers: state.longest_hit(
+                registration.scope, state.registrations.needs_of(registration, workers), hashes
+            ),
+            state.clock(),
+        )
+        self._count(len(hashes), num_chunks)
+        return num_chunks
+
+    def kvshm_release(
+        self, call: Call, instance_id: int, request_id: str | None, tokens: NDArray[np.int64] | None
+    ) -> object:
+        """Give up what lookups pinned and no retrieve used up: of a request, or the latest of these tokens, or all."""
+        registration, lookups = self._kvshm(instance_id), self.state.lookups
+        if request_id is not None:
+            lookups.release(registration.scope, request_id, instance_id, registration.worker_id)
+        elif tokens is not None:
+            lookups.release_latest(instance_id, self.state.hashes_of(tokens))
+        else:
+            lookups.end_of(instance_id)
+        return NO_RESULT
+
+    def kvshm_count(self, call: Call, instance_id: int, tokens: NDArray[np.int64]) -> int:
+        """Chunks that a lookup would find now. Pins nothing."""
+        return self.state.num_found(self._kvshm(instance_id), self.state.hashes_of(tokens))
+
+    def kvshm_settle(self, call: Call, instance_id: int) -> object:
+        """Answered once no copy runs on an engine's memory."""
+        self.state.when_idle(instance_id, lambda: call.answer(NO_RESULT))
+        return DEFERRED
+
+    def _kvshm(self, instance_id: int) -> Registration:
         registration = self.state.registration(instance_id)
-        if key.num_kv_readers < 1:
-            raise Refused(f"num_kv_readers is {key.num_kv_readers}; a lookup needs at least 1 reader")
-        self._look_up(key, [registration.layout], pin_worker_id)
-        return self.state.pins.result(key.request_id)
+        if not registration.is_kvshm:
+            raise Refused(f"instance {instance_id} was registered by LMCache's client; use lookup and its kin")
+        return registration
+
+    def _count(self, num_chunks: int, num_found: int) -> None:
+        counters, size = self.state.counters, self.state.settings.chunk_size
+        counters.lookups += 1
+        counters.lookup_tokens += num_chunks * size
+        counters.hit_tokens += num_found * size
 
     def query_prefetch_status(self, call: Call, request_id: str) -> int:
-        """Chunks that a lookup found, told once."""
-        return self.state.pins.result(request_id)
+        """Chunks that a lookup of this connection found, told once."""
+        return self.state.plain_lookups.result(call.connection, request_id)
 
     def wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> int:
         """The same: lookups are done when they are answered."""
-        return self.state.pins.result(request_id)
+        return self.state.plain_lookups.result(call.connection, request_id)
 
     def free_lookup_locks(self, call: Call, key: CacheKey, tp_size: int) -> object:
         """Release what is left of a lookup's read locks in the key's range."""
-        size = self.state.settings.chunk_size
-        self.state.pins.release_all(key.request_id, key.worker_id, range(-(-key.start // size), -(-key.end // size)))
+        state, size = self.state, self.state.settings.chunk_size
+        hashes = state.hashes_of(key.token_ids[: -(-key.end // size) * size])
+        chunks = range(-(-key.start // size), -(-key.end // size))
+        state.plain_lookups.release_all(call.connection, scope_of(key), key.request_id, hashes, key.worker_id, chunks)
         return NO_RESULT
 
     def end_session(self, call: Call, request_id: str) -> object:
         """A request is over: nothing of it is kept."""
-        self.state.pins.end(request_id)
+        models = self.state.registrations.models_on(call.connection)
+        self.state.plain_lookups.end(call.connection, request_id, models)
         return NO_RESULT
 
     # The rest
@@ -105,7 +163,8 @@ class CacheService:
     def clear(self, call: Call, force: bool = False) -> object:
         """Forget what is cached: what nobody holds, or all of it."""
         if force:
-            self.state.pins.end_all()
+            self.state.plain_lookups.end_all()
+            self.state.lookups.end_all()
             self.state.objects.hide()
         else:
             self.state.objects.clear()
@@ -135,7 +194,8 @@ class CacheService:
             "boot_token": self.boot_token,
             "chunk_size": self.state.settings.chunk_size,
             "clock_ns": time.monotonic_ns(),
-            "prepare_ttl_s": self.state.settings.prepare_ttl_s,
+            "null_block_id": self.state.settings.null_block_id,
+            "liveness": self._liveness.name,
         }
 
     def kvshm_status(self, call: Call) -> dict[str, Any]:
@@ -145,48 +205,27 @@ class CacheService:
     # Time
 
     def tick(self) -> None:
-        """End what is over: lookups' read locks, lent slots, leases."""
+        """End what is over: lookups' pins, lent slots, leases."""
         state, now = self.state, self.state.clock()
-        state.counters.expired_lookups += state.pins.expire(now)
-        for registration in state.registrations:
-            state.expire_slots(registration, now)
+        state.counters.expired_lookups += state.lookups.expire(now) + state.plain_lookups.expire(now)
+        state.count_expired(state.loans.expire(now))
         for registration in state.registrations.silent(now):
+            is_dead = registration.holder is not None and registration.holder.is_dead
             _logger.warning(
-                "kvshm server: instance %d (%s) has been silent for %.1f s and is dropped",
+                "kvshm server: instance %d (%s) %s and is dropped",
                 registration.instance_id,
                 registration.model_name,
-                now - registration.last_seen,
+                "has ended" if is_dead else f"has been silent for {now - registration.last_seen:.1f} s",
             )
             state.reap(registration)
-        state.end_quarantine(now)
 
     def close(self) -> None:
         """Let go of everything."""
         state = self.state
         self._server_driven.forget_attempts()
-        state.pins.end_all()
-        for registration in list(state.registrations):
+        state.lookups.end_all()
+        state.plain_lookups.end_all()
+        for registration in state.registrations:
             state.registrations.remove(registration.instance_id)
             state.retire(registration, lambda: None)
-        state.end_quarantine(float("inf"))
-
-    def _look_up(self, key: CacheKey, layouts: list[ChunkLayout], pin_worker_id: int | None = None) -> None:
-        counters = self.state.counters
-        counters.lookups += 1
-        tokens = key.token_ids[: key.end]
-        hashes = chunk_hashes(tokens, self.state.settings.chunk_size) if layouts else []
-        num_chunks = 0
-        found: list[Found] = []
-        for layout in layouts:
-            candidate = self.state.longest_hit(key, layout, hashes)
-            if candidate[0] > num_chunks:
-                num_chunks, found = candidate
-        counters.lookup_tokens += len(tokens) // self.state.settings.chunk_size * self.state.settings.chunk_size
-        counters.hit_tokens += num_chunks * self.state.settings.chunk_size
-        if pin_worker_id is not None:
-            found = [part for part in found if part.worker_id == pin_worker_id]
-        # Nothing found is also what an unknown request id stands for; there is nothing to keep.
-        if num_chunks:
-            self.state.pins.pin(key.request_id, num_chunks, found, key.num_kv_readers, self.state.clock())
-        else:
-            self.state.pins.end(key.request_id)
+        state.count_expired(state.loans.end_all())

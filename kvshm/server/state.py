@@ -15,16 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm.context import CPUCacheContext
+from kvshm.layout import ObjectLayout
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
+from kvshm.server.hits import Hit, Need, longest_hit
 from kvshm.server.jobs import Done
-from kvshm.server.registrations import ChunkLayout, PreparedStore, Registration, Registrations, object_keys
-from kvshm.shm.objects import is_in_use, is_posix_name
+from kvshm.server.loans import Loans
+from kvshm.server.lookups import EngineLookups, PlainLookups, Scope
+from kvshm.server.registrations import Registration, Registrations, object_keys
 from kvshm.store.chunk_store import ChunkStore, Entry
-from kvshm.store.pins import Found, LookupPins
 from kvshm.store.pool_memory import PoolMemory
+from kvshm.units import checked_seconds
 
-__all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "worker_of"]
+__all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "scope_of", "worker_of"]
 
 DEFERRED = object()
 """What an operation returns that answers its call later."""
@@ -38,6 +41,10 @@ class Refused(ValueError):
 
 class Call(Protocol):
     """One request, to be answered once."""
+
+    @property
+    def connection(self) -> bytes:
+        """Which connection it came over."""
 
     def answer(self, result: Any) -> None:
         """Send the result."""
@@ -55,7 +62,7 @@ class Settings:
     """
 
     chunk_size: int = 256  # tokens
-    null_block_id: int = 0
+    null_block_id: int | None = 0  # None: there is none
     reap_after_s: float = 30.0  # silence of an engine that ever pinged
     grace_s: float = 3600.0  # silence of one that never did
     pin_ttl_s: float = 300.0  # of a lookup's read locks
@@ -66,8 +73,7 @@ class Settings:
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size} tokens; it must be at least 1")
         for name in ("reap_after_s", "grace_s", "pin_ttl_s", "prepare_ttl_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+            checked_seconds(name, getattr(self, name))
 
 
 @dataclass(slots=True)
@@ -104,13 +110,17 @@ class ServerState:
     clock: Callable[[], float] = time.monotonic
     counters: Counters = field(default_factory=Counters)
     last_error: str = ""
-    quarantine: list[PreparedStore] = field(default_factory=list)  # lent to engines that fell silent
     registrations: Registrations = field(init=False)
-    pins: LookupPins = field(init=False)
+    lookups: EngineLookups = field(init=False)
+    plain_lookups: PlainLookups = field(init=False)
+    loans: Loans = field(init=False)
+    retired: list[Registration] = field(default_factory=list)  # gone, but a copy still runs on their memory
 
     def __post_init__(self) -> None:
         self.registrations = Registrations(self.settings.reap_after_s, self.settings.grace_s)
-        self.pins = LookupPins(self.objects, self.settings.pin_ttl_s)
+        self.lookups = EngineLookups(self.objects, self.settings.pin_ttl_s)
+        self.plain_lookups = PlainLookups(self.objects, self.settings.pin_ttl_s)
+        self.loans = Loans(self.objects, self.settings.prepare_ttl_s)
 
     # Keys
 
@@ -119,17 +129,24 @@ class ServerState:
         size = self.settings.chunk_size
         return range(-(-key.start // size), key.end // size)
 
-    def hashes_in_range(self, key: CacheKey) -> list[bytes]:
-        """Hashes of those chunks.
+    def hashes_up_to(self, key: CacheKey) -> list[bytes]:
+        """Hashes of all full chunks from the first token to the end of the key's range.
 
         Raises:
             Refused: The range ends beyond the tokens.
         """
         if key.end > key.token_ids.size:
             raise Refused(f"the range ends at token {key.end} but {key.token_ids.size} token ids came")
-        hashes = chunk_hashes(key.token_ids[: key.end], self.settings.chunk_size)
+        return self.hashes_of(key.token_ids[: key.end])
+
+    def hashes_in_range(self, key: CacheKey) -> list[bytes]:
+        """Hashes of the full chunks of the key's range. Raises as above."""
         chunks = self.chunks_in_range(key)
-        return hashes[chunks.start : chunks.stop]
+        return self.hashes_up_to(key)[chunks.start : chunks.stop]
+
+    def hashes_of(self, tokens: NDArray[np.int64]) -> list[bytes]:
+        """Hashes of all full chunks of a prompt."""
+        return chunk_hashes(tokens, self.settings.chunk_size)
 
     # Engines
 
@@ -144,10 +161,11 @@ class ServerState:
             self.retire(previous, lambda: None)
 
     def retire(self, registration: Registration, then: Callable[[], None]) -> None:
-        """Take the lent slots back, and close the context once no copy runs on it."""
-        self.expire_slots(registration, float("inf"))
+        """Close the context of an engine that is gone, once no copy runs on it."""
+        self.retired.append(registration)
 
         def close() -> None:
+            self.retired.remove(registration)
             context, registration.context = registration.context, None
             if context is None:
                 then()
@@ -155,6 +173,24 @@ class ServerState:
                 self.close_context(context, then)
 
         registration.when_idle(close)
+
+    def when_idle(self, instance_id: int, then: Callable[[], None]) -> None:
+        """Call back once no copy runs on the memory of an engine, be it registered still or not."""
+        for registration in [*self.registrations, *self.retired]:
+            if registration.instance_id == instance_id and registration.num_running:
+                registration.when_idle(lambda: self.when_idle(instance_id, then))
+                return
+        then()
+
+    def unregister(self, instance_id: int, then: Callable[[], None]) -> None:
+        """An engine leaves: it holds nothing any more, and uses nothing that it was lent."""
+        self.lookups.end_of(instance_id)
+        self.count_expired(self.loans.end_of(instance_id))
+        registration = self.registrations.remove(instance_id)
+        if registration is None:
+            then()
+        else:
+            self.retire(registration, then)
 
     def close_context(self, context: CPUCacheContext, then: Callable[[], None]) -> None:
         """Unmap an engine's cache. In another thread: unmapping gigabytes takes longer than a ping may."""
@@ -168,43 +204,17 @@ class ServerState:
     def reap(self, registration: Registration) -> None:
         """Drop an engine that fell silent.
 
-        It may be stopped in the middle of writing and go on one day. So slots that it was lent are another's only once
-        its process is known to be dead, or their time is over.
+        It may be stopped in the middle of writing and go on one day, so what it was lent stays lent, see
+        :mod:`kvshm.server.loans`.
         """
         self.registrations.remove(registration.instance_id)
+        self.lookups.end_of(registration.instance_id)
         self.counters.reaped += 1
-        if registration.prepared and not self._is_dead(registration):
-            self.quarantine.extend(registration.prepared.values())
-            registration.prepared.clear()
         self.retire(registration, lambda: None)
 
-    def _is_dead(self, registration: Registration) -> bool:
-        name = registration.life_sign
-        return is_posix_name(name) and not is_in_use(name)
-
-    def end_quarantine(self, now: float) -> None:
-        """Take back the slots of silent engines whose time is over."""
-        late = [prepared for prepared in self.quarantine if prepared.deadline < now]
-        self.quarantine = [prepared for prepared in self.quarantine if prepared.deadline >= now]
-        for prepared in late:
-            self._take_back(prepared)
-
-    def _take_back(self, prepared: PreparedStore) -> None:
-        self.objects.abort(prepared.reservation)
-        self.counters.expired_slots += len(prepared.reservation.new)
-
-    def expire_slots(self, registration: Registration, now: float) -> None:
-        """Take back the slots that have been lent for too long."""
-        for identity, prepared in list(registration.prepared.items()):
-            if prepared.deadline < now:
-                del registration.prepared[identity]
-                self._take_back(prepared)
-        for identity, reads in list(registration.reading.items()):
-            for read in [read for read in reads if read.deadline < now]:
-                reads.remove(read)
-                self.objects.release(read.entries)
-            if not reads:
-                del registration.reading[identity]
+    def count_expired(self, num_slots: int) -> None:
+        """Slots came back that were lent for writing and not committed."""
+        self.counters.expired_slots += num_slots
 
     # Objects
 
@@ -212,33 +222,23 @@ class ServerState:
         """An object's bytes in the pool."""
         return self.pool.bytes[entry.offset : entry.offset + entry.nbytes]
 
-    def longest_hit(self, key: CacheKey, layout: ChunkLayout, hashes: list[bytes]) -> tuple[int, list[Found]]:
-        """The longest prefix in chunks that all workers and object groups have, and the objects it needs."""
-        limit = len(hashes)
-        rows: list[tuple[int, int, list[Entry | None]]] = []  # worker, object group, entry per chunk
-        windowed: list[tuple[int, list[int]]] = []
-        for worker_id in range(key.world_size):
-            for group in layout.served_groups:
-                if not limit:
-                    return 0, []
-                row = self._row(key, worker_id, layout, group, hashes[:limit])
-                rows.append((worker_id, group, row))
-                window = layout.group_windows[group]
-                if window < 0:
-                    limit = row.index(None) if None in row else len(row)
-                else:
-                    windowed.append((window, _run_lengths(row)))
-                    limit = _within(windowed[-1:], limit)
-        limit = _within(windowed, limit)
-        found = []
-        for worker_id, group, row in rows:
-            needed = layout.needed_chunks(group, limit)
-            entries = [entry for entry in row[needed.start : needed.stop] if entry is not None]
-            found.append(Found(worker_id, needed.start, entries))
-        return limit, found
+    def longest_hit(self, scope: Scope, needs: list[Need], hashes: list[bytes]) -> Hit[Entry]:
+        """The longest cached prefix of a prompt with these chunks that all needs can be served from."""
+        return longest_hit(
+            needs, len(hashes), lambda need, count: self._row(scope, need.worker_id, need.layout, hashes[:count])
+        )
+
+    def use_up(self, registration: Registration, request_id: str | None, hashes: list[bytes]) -> None:
+        """An engine of kvshm's client retrieves: what lookups of its request pinned for it is used up."""
+        self.lookups.use_up(registration.scope, request_id, registration.instance_id, registration.worker_id, hashes)
+
+    def num_found(self, registration: Registration, hashes: list[bytes]) -> int:
+        """Chunks that a lookup by an engine of kvshm's client would find now."""
+        needs = self.registrations.needs_of(registration, range(registration.world_size))
+        return self.longest_hit(registration.scope, needs, hashes).num_chunks
 
     def cached(
-        self, key: CacheKey, worker_id: int, layout: ChunkLayout, hashes: list[bytes]
+        self, scope: Scope, worker_id: int, registration: Registration, hashes: list[bytes]
     ) -> dict[int, list[Entry | None]]:
         """Per served object group the objects of these chunks; None where the window does not reach.
 
@@ -246,25 +246,25 @@ class ServerState:
             Refused: One is missing.
         """
         found: dict[int, list[Entry | None]] = {}
-        for group in layout.served_groups:
-            needed = layout.needed_chunks(group, len(hashes))
-            row = self._row(key, worker_id, layout, group, hashes[needed.start :])
+        for group, layout in enumerate(registration.objects):
+            if not layout.is_served:
+                continue
+            needed = layout.needed_chunks(len(hashes))
+            row = self._row(scope, worker_id, layout, hashes[needed.start :])
             if None in row:
                 raise Refused(f"{row.count(None)} of {len(row)} chunks are not cached in object group {group}")
             found[group] = [*[None] * needed.start, *row]
         return found
 
-    def _row(
-        self, key: CacheKey, worker_id: int, layout: ChunkLayout, object_group_idx: int, hashes: list[bytes]
-    ) -> list[Entry | None]:
+    def _row(self, scope: Scope, worker_id: int, layout: ObjectLayout, hashes: list[bytes]) -> list[Entry | None]:
         """The visible objects of these chunks."""
-        nbytes = layout.group_nbytes[object_group_idx]
-        names = object_keys(key, worker_id, layout, object_group_idx, hashes)
-        row = [self.objects.get(name) for name in names]
+        row = [self.objects.get(name) for name in object_keys(scope, worker_id, layout, hashes)]
         for index, entry in enumerate(row):
-            if entry is not None and entry.nbytes != nbytes:
+            if entry is not None and entry.nbytes != layout.nbytes:
                 row[index] = None
-                self.record(f"a cached chunk has {entry.nbytes} bytes, this layout's have {nbytes}: taken as missing")
+                self.record(
+                    f"a cached chunk has {entry.nbytes} bytes, this layout's have {layout.nbytes}: taken as missing"
+                )
         return row
 
     # Records
@@ -298,17 +298,6 @@ def worker_of(key: CacheKey) -> int:
     return key.worker_id
 
 
-def _within(windowed: list[tuple[int, list[int]]], limit: int) -> int:
-    """The longest prefix of at most ``limit`` chunks whose windows are there in all these groups."""
-    while limit and any(runs[limit - 1] < min(window, limit) for window, runs in windowed):
-        limit -= 1
-    return limit
-
-
-def _run_lengths(row: list[Entry | None]) -> list[int]:
-    """Per chunk, how many present ones end with it."""
-    runs, length = [], 0
-    for entry in row:
-        length = 0 if entry is None else length + 1
-        runs.append(length)
-    return runs
+def scope_of(key: CacheKey) -> Scope:
+    """Whose chunks a key is about."""
+    return key.model_name, key.world_size, key.cache_salt

@@ -30,10 +30,13 @@ __all__ = [
     "is_in_use",
     "is_posix_name",
     "key_of",
+    "leads_to",
     "list_segments",
     "not_a_segment",
+    "not_found_error",
     "object_path",
     "open_object",
+    "permission_error",
     "posix_name",
     "sweep",
     "unlink_object",
@@ -93,11 +96,20 @@ def _owner(name: str) -> str:
     return f"{SHM_DIR} cannot be looked at"
 
 
-def _permission_error(name: str) -> PermissionError:
+def permission_error(name: str) -> PermissionError:
     return PermissionError(
         errno.EACCES,
         f"not allowed to open segment {name!r}: {_owner(name)}; this process runs as uid {os.geteuid()} gid "
         f"{os.getegid()}. Run both under one user, or create it with a wider mode such as 0o660",
+    )
+
+
+def not_found_error(name: str) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT,
+        f"there is no segment {name!r}: its creator has unlinked it or exited; or this process sees another "
+        f"{SHM_DIR} (containers must share it: docker run --ipc=..., one emptyDir for all on Kubernetes); or a "
+        f"login manager removed it at logout (RemoveIPC= in logind.conf)",
     )
 
 
@@ -111,14 +123,9 @@ def open_object(name: str, *, readonly: bool = False) -> int:
         # No size: posix_ipc would truncate the live segment to it.
         return int(posix_ipc.SharedMemory(name, flags=0, read_only=readonly).fd)
     except posix_ipc.ExistentialError:
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"there is no segment {name!r}: its creator has unlinked it or exited; or this process sees another "
-            f"{SHM_DIR} (containers must share it: docker run --ipc=..., one emptyDir for all on Kubernetes); or a "
-            f"login manager removed it at logout (RemoveIPC= in logind.conf)",
-        ) from None
+        raise not_found_error(name) from None
     except posix_ipc.PermissionsError:
-        raise _permission_error(name) from None
+        raise permission_error(name) from None
     except (ValueError, OSError):
         if os.path.lexists(object_path(name)) and not os.path.isfile(object_path(name)):
             raise ValueError(not_a_segment(name)) from None
@@ -130,10 +137,18 @@ def not_a_segment(name: str) -> str:
     return f"{object_path(name)} is no segment of shared memory but another kind of file; take another name"
 
 
+def leads_to(name: str, key: Key) -> bool:
+    """Whether a name still leads to that object."""
+    try:
+        return key_of(os.lstat(object_path(name))) == key
+    except OSError:
+        return False
+
+
 def unlink_object(name: str, key: Key | None) -> None:
     """Remove a name if it still leads to that object; gone already is as good."""
-    with contextlib.suppress(OSError, posix_ipc.Error):
-        if key is None or key_of(os.lstat(object_path(name))) == key:
+    if key is None or leads_to(name, key):
+        with contextlib.suppress(OSError, posix_ipc.Error):
             posix_ipc.unlink_shared_memory(name)
 
 
@@ -168,7 +183,7 @@ def create_object(
                 f"segment {chosen!r} exists already; choose another name or none for a random one, or attach to it",
             ) from None
         except posix_ipc.PermissionsError:
-            raise _permission_error(chosen) from None
+            raise permission_error(chosen) from None
         key = None
         try:
             status = os.fstat(fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import lcm, prod
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.spec import ArraySpec
-from kvshm.strategies.arrays import Bytes, buffers, dtypes, orders
+from kvshm.strategies.arrays import Bytes, buffers, dtypes
 from kvshm.strategies.forms import DENSE, FORMS, Axes, Form, Hints, Sizes, kv_formats
 
 __all__ = ["LayerKind", "PagedCache", "draw_cache", "draw_layer_kind", "kv_caches"]
@@ -68,9 +69,9 @@ class LayerKind(NamedTuple):
     sizes: Sizes
     planes: tuple[tuple[int, DType], ...]  # innermost length and dtype of each array of a layer; of one of K and V
 
-    def leaves(self, may_be_apart: bool, folded: bool) -> list[Leaf]:
-        """The arrays of one layer; the one array of a cross-layer format."""
-        lead = tuple(self.sizes.of(axis) for axis in self.format.axes[:-1])
+    def leaves(self, memory: tuple[str, ...], may_be_apart: bool, folded: bool) -> list[Leaf]:
+        """The arrays of one layer, axes as in memory; the one array of a cross-layer format."""
+        lead = tuple(self.sizes.of(axis) for axis in memory[:-1])
         planes = self.planes * (2 if "TWO" in self.format.lists else 1)
         return [
             Leaf(ArraySpec.dense((*lead, width), dtype), self, plane, may_be_apart, folded)
@@ -175,15 +176,17 @@ def draw_cache(
         kind: draw(st.sampled_from([form for form in _forms(kind) if _tells(form, kind, first.engine, hints)]))
         for kind in kinds[1:]
     }
-    axes = {kind: forms[kind].axes or tuple((axis,) for axis in kind.format.axes) for kind in kinds}
-    order_of = {kind: draw(orders(len(axes[kind]))) if permuted else tuple(range(len(axes[kind]))) for kind in kinds}
+    memory = {kind: forms[kind].memory or kind.format.axes for kind in kinds}
+    axes = {kind: forms[kind].axes or tuple((axis,) for axis in memory[kind]) for kind in kinds}
+    order_of = {kind: draw(st.sampled_from(_exposures(axes[kind], kind, permuted))) for kind in kinds}
 
     leaves: list[Leaf] = []
     counts: list[int] = []
     for layer in layers[:1] if kinds[0].format.is_cross_layer else layers:
         if isinstance(layer, LayerKind):
             folded = axes[layer][0] == ("NB", "BS")
-            of_layer = layer.leaves(layer.format.has_block_axis, folded and layer.sizes.nb * layer.sizes.bs > 1)
+            may_fold = folded and layer.sizes.nb * layer.sizes.bs > 1
+            of_layer = layer.leaves(memory[layer], layer.format.has_block_axis, may_fold)
         else:
             of_layer = [Leaf(layer, None, 0, False, False)]
         leaves += of_layer
@@ -192,10 +195,13 @@ def draw_cache(
     placement = draw(st.sampled_from(PLACEMENTS if may_be_apart else PLACEMENTS[:1]))
     specs, nbytes = _placed(draw, leaves, placement)
     exposed = [
-        spec if leaf.kind is None else _exposed(spec, leaf.kind, axes[leaf.kind], order_of[leaf.kind])
+        spec if leaf.kind is None else _exposed(spec, memory[leaf.kind], axes[leaf.kind], order_of[leaf.kind])
         for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    normal = [spec if leaf.kind is None else _tight(spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    normal = [
+        spec if leaf.kind is None else _named(_tight(spec), memory[leaf.kind], leaf.kind.format.axes)
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
     return PagedCache(
         kv_caches=_structure(exposed, layers, counts, first.lists),
         engine_type=first.engine if kinds[0].format in FORMS else None,
@@ -276,11 +282,35 @@ def _tight(spec: ArraySpec) -> ArraySpec:
     return _with_row(spec, spec.shape[1] * spec.stride[1]) if spec.shape[0] == 1 else spec
 
 
-def _exposed(spec: ArraySpec, kind: LayerKind, axes: Axes, order: tuple[int, ...]) -> ArraySpec:
+def _exposures(axes: Axes, kind: LayerKind, permuted: bool) -> list[tuple[int, ...]]:
+    """Orders in which an engine may show these axes: its blocks outermost, but for K and V.
+
+    Two blocks could be taken for K and V, so those stand in front then.
+    """
+    if not permuted:
+        return [tuple(range(len(axes)))]
+    names = [axis[0].replace("NBBS", "NB") if axis else "" for axis in axes]
+    if kind.format.is_cross_layer or "TWO" not in names[:2]:
+        fronts = [["NB"]]
+    else:
+        fronts = [["TWO", "NB"], ["NB", "TWO"]] if kind.sizes.nb != 2 else [["TWO", "NB"]]
+    return [
+        order
+        for order in permutations(range(len(axes)))
+        if any([names[axis] for axis in order[: len(front)]] == front for front in fronts)
+    ]
+
+
+def _named(spec: ArraySpec, memory: tuple[str, ...], axes: tuple[str, ...]) -> ArraySpec:
+    """A stored array with its axes in the order of the format's name."""
+    return spec if memory == axes else spec.transpose(tuple(memory.index(axis) for axis in axes))
+
+
+def _exposed(spec: ArraySpec, memory: tuple[str, ...], axes: Axes, order: tuple[int, ...]) -> ArraySpec:
     """A stored array with axes folded as ``axes`` says, then in the order of ``order``."""
     if order != tuple(range(len(order))):
         spec = _tight(spec)  # the place of the only block is then told by its stride alone
-    at = {axis: index for index, axis in enumerate(kind.format.axes)}
+    at = {axis: index for index, axis in enumerate(memory)}
     shape: list[int] = []
     stride: list[int] = []
     for names in reversed(axes):

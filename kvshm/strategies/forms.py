@@ -55,6 +55,7 @@ class Form(NamedTuple):
     hints: Callable[[Sizes], Hints]
     axes: Axes | None = None  # None: those of the format
     lists: Literal["flat", "boxed"] | None = None  # flat: K and V layers in one list; boxed: one array in a list
+    memory: tuple[str, ...] | None = None  # the axes as they lie in memory, where that is not their order in the name
 
 
 def _told(**hints: Any) -> Callable[[Sizes], Hints]:
@@ -78,6 +79,8 @@ _HND = tuple(Form(_VLLM, hints) for hints in (_told(kv_layout="HND"), _told(), _
 _NHD = tuple(Form(_VLLM, hints) for hints in (_told(kv_layout="NHD"), _told(kv_layout="BLNHC")))
 _POOL_AXES: Axes = (("NB",), ("NL",), ("TWO",), ("NH", "BS", "HS"))
 DENSE = Form(_VLLM, _told())
+# Pairs of arrays with their heads first have no name of their own: they are read as slots first, by strides.
+_HND_PAIRS = tuple(Form(_VLLM, _told(kv_layout=hint), memory=("NB", "NH", "BS", "HS")) for hint in ("HND", "BLHNC"))
 
 FORMS: dict[EngineKVFormat, tuple[Form, ...]] = {
     F.NB_NL_TWO_BS_NH_HS: _NHD + _HND,
@@ -114,7 +117,7 @@ FORMS: dict[EngineKVFormat, tuple[Form, ...]] = {
         *(form._replace(axes=(("NB",), (), ("BS",), ("HS",))) for form in _HND),
     ),
     F.NL_X_TWO_NB_NH_ONE_BS_HS: _NHD + _HND,
-    F.NL_X_TWO_X_NB_BS_NH_HS: _NHD + _HND,
+    F.NL_X_TWO_X_NB_BS_NH_HS: (*_NHD, Form(_VLLM, _told()), *_HND_PAIRS),
     F.NL_X_NP_X_NB_BS_ONE_HS: _NHD + _HND,
     F.NL_X_NB_BS_NH_HS: (Form(_SGLANG, _told(kv_list_layout="unified")),),
 }

@@ -329,8 +329,7 @@ def test_slots_that_were_taken_back_are_not_lent(
         if unregisters:
             assert raw.ask(15, 1) == []
         else:
-            (registration,) = server.call(lambda: list(server.registrations))
-            server.call(lambda: server._state.expire_slots(registration, float("inf")))
+            server.call(lambda: server._state.loans.expire(float("inf")))
         gate.go_on.set()
         uid, _, value, reason = raw.reply()
         assert (uid, value) == (prepare, {"context": {}})
@@ -360,7 +359,6 @@ def test_registering_and_storing_from_many_threads(server: CacheServer) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    server.call(server._state.pins.end_all)
     shared.clear()
     assert num_mappings(name) == 0
 

@@ -21,6 +21,7 @@ import pytest
 import kvshm
 from kvshm.server import copies
 from kvshm.server.cache_server import CacheServer
+from kvshm.server.hits import Hit
 from kvshm.server.state import ServerState
 from kvshm.transfer import scatter_chunks
 from tests.support.processes import environment
@@ -151,7 +152,7 @@ def test_one_wrong_bit_in_the_cache_is_seen(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_cache_that_keeps_nothing_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ServerState, "longest_hit", lambda *_: (0, []))
+    monkeypatch.setattr(ServerState, "longest_hit", lambda *_: Hit(0, []))
     with _server() as server:
         done = _run_on(server, tmp_path, "--json")
     assert done.returncode == 1
@@ -167,7 +168,9 @@ def test_a_cache_that_refuses_is_a_failure_that_says_why(tmp_path: Path, monkeyp
     with _server() as server:
         done = _run_on(server, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == ("kvshm demo: engine 1 gave up: CacheServerError: store: block ids of the wrong colour\n")
+    assert done.stderr == (
+        "kvshm demo: engine 1 gave up: CacheServerError: kvshm_store: block ids of the wrong colour\n"
+    )
 
 
 def _segments_of(run_id: str) -> list[str]:

@@ -106,7 +106,8 @@ def slow_scatter(
         for index in manager.object_groups[group].kernel_group_indices:
             kernel_group = manager.kernel_groups[index]
             protected = skip_first_n_tokens
-            if rounded:
+            is_page = kernel_group.recurrent_state or kernel_group.format is EngineKVFormat.NL_X_NB_BSV_BSS
+            if rounded or is_page:  # pages that are no rows of tokens are written whole or not at all
                 protected -= protected % kernel_group.tokens_per_block
             kept_tokens = manager.get_subchunk_sw_size_tokens(index)
             first_token = (chunk + 1) * manager.lmcache_tokens_per_chunk - kept_tokens

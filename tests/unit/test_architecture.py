@@ -13,7 +13,7 @@ PACKAGE = Path(kvshm.__file__).parent
 
 # From the ground up; rooms in one row may not know each other unless listed in another row below.
 FLOORS = (
-    ("_version", "dtypes", "stream", "units", "threads", "copying"),
+    ("_version", "dtypes", "integers", "stream", "units", "threads", "copying"),
     ("spec",),
     ("contiguity", "shm"),
     ("formats", "posix_shm"),

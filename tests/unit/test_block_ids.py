@@ -1,18 +1,23 @@
-"""Lists of block ids per group."""
+"""Block ids per group: lists of them, and checked against a layout."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import array
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from kvshm.formats import EngineKVFormat
 from kvshm.layout import (
+    BlockIds,
     EngineGroupInfo,
     KVLayerGroupsManager,
     ObjectGroupInfo,
     all_null_chunk_masks,
+    check_to_retrieve,
+    check_to_store,
+    chunks_with_data,
     downsample_block_ids,
     recalculate_blocks_to_skip,
     slice_block_ids_per_group,
@@ -173,3 +178,222 @@ class TestDifferences:
     def test_14_missing_ids_are_not_null(self, ids: list[int]) -> None:
         with pytest.raises(ValueError, match=f"kernel group 0 has {len(ids)} block ids; 2 chunks of 2 blocks take 4"):
             all_null_chunk_masks([ids], [ObjectGroupInfo((0,))], (2,), 2)
+
+
+def one_group(**facts: Any) -> KVLayerGroupsManager:
+    """Blocks of 3 tokens, 29 of them, chunks of 12."""
+    infos = [EngineGroupInfo(0, (0,), 3, **facts)]
+    return KVLayerGroupsManager([ArraySpec.dense((29, 3, 5), U1)], [EngineKVFormat.NL_X_NB_BS_HS], infos, 12)
+
+
+def two_groups(**facts: Any) -> KVLayerGroupsManager:
+    """As above, and a group with blocks of 2 tokens, 31 of them, of which the window keeps the last 3 of 6."""
+    layers = [ArraySpec.dense((29, 3, 5), U1), ArraySpec.dense((31, 2, 7), U1)]
+    infos = [EngineGroupInfo(0, (0,)), EngineGroupInfo(1, (1,), sw_size_tokens=6, **facts)]
+    return KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS] * 2, infos, 12)
+
+
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        return self.values
+
+
+class TestBlockIds:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            [5, 6, 7, 8],
+            (5, 6, 7, 8),
+            range(5, 9),
+            [np.int32(5), 6, 7, 8],
+            np.arange(5, 9),
+            np.arange(5, 9, dtype=np.uint8),
+            array.array("i", [5, 6, 7, 8]),
+            memoryview(array.array("q", [5, 6, 7, 8])),
+            Foreign([5, 6, 7, 8]),
+            [[5, 6, 7, 8]],
+            ([5, 6, 7, 8],),
+            [np.arange(5, 9)],
+            np.arange(5, 9)[None],
+            [5, 6, 7, 8, -1, 99],
+        ],
+        ids=str,
+    )
+    def test_lists_and_arrays_of_one_group(self, given: Any) -> None:
+        ids = BlockIds.of_engine_groups(one_group(), given, 1)
+        assert [group.tolist() for group in ids.groups] == [[[5, 6, 7, 8]]]
+        assert [group.tolist() for group in ids.flat()] == [[5, 6, 7, 8]]
+
+    def test_one_list_per_engine_group(self) -> None:
+        ids = BlockIds.of_engine_groups(two_groups(), [np.arange(8), np.arange(12)], 2)
+        assert [group.tolist() for group in ids.groups] == [
+            [[0, 1, 2, 3], [4, 5, 6, 7]],
+            [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
+        ]
+        assert [group.tolist() for group in ids.first_chunks(1).groups] == [[[0, 1, 2, 3]], [[0, 1, 2, 3, 4, 5]]]
+        assert ids.first_chunks(1).num_chunks == 1
+
+    def test_kernel_groups_of_one_engine_group_share_its_list(self) -> None:
+        layers = [ArraySpec.dense((29, 3, 5), U1), ArraySpec.dense((29, 3, 7), U1)]
+        manager = KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS] * 2, (), 3)
+        assert [group.tolist() for group in BlockIds.of_engine_groups(manager, [4], 1).groups] == [[[4]], [[4]]]
+
+    def test_the_ids_are_copies(self) -> None:
+        given = np.arange(4)
+        ids = BlockIds.of_engine_groups(one_group(), given, 1)
+        given[:] = 0
+        assert ids.flat()[0].tolist() == [0, 1, 2, 3]
+
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            (None, "block_ids is of type NoneType; give a sequence of integers, such as a list, or a one-dim"),
+            (7, "block_ids is of type int"),
+            ({5, 6, 7, 8}, "block_ids is of type set"),
+            ({5: 1}, "block_ids is of type dict"),
+            ((block for block in range(4)), "block_ids is of type generator"),
+            ("5678", "block_ids is of type str"),
+            ([None], "block_ids of kernel group 0 must be a sequence of integers"),
+            ([{5, 6, 7, 8}], "block_ids of kernel group 0 must be a sequence of integers"),
+            ([1.0, 2, 3, 4], "block_ids of kernel group 0 must be a sequence of integers"),
+            ([2**63, 2, 3, 4], "64 signed bits"),
+            ([True, 2, 3, 4], r"block_ids of kernel group 0\[0\] is True, a boolean"),
+            ([[1, 2, 3, [4]]], "must be a sequence of integers"),
+            (np.arange(4.0), "dtype float64; give a one-dimensional array of integers"),
+            (np.array(5), r"shape \(\)"),
+            (np.zeros((2, 4), int), "block_ids holds 2 lists, but there is one engine group; .* one flat list"),
+            ([[5, 6], [7, 8]], "block_ids holds 2 lists, but there is one engine group"),
+            ([5, 6, 7], "1 chunks of 12 tokens take 4 blocks of kernel group 0, but 3 block ids came"),
+            ([], "but 0 block ids came"),
+            ([[]], "but 0 block ids came"),
+        ],
+    )
+    def test_what_is_none_of_these_is_refused(self, given: Any, text: str) -> None:
+        with pytest.raises(ValueError, match=text):
+            BlockIds.of_engine_groups(one_group(), given, 1)
+
+    @pytest.mark.parametrize("given", [[1, 2], np.arange(9), [[1, 2, 3, 4]], None])
+    def test_a_group_without_a_list_is_refused(self, given: Any) -> None:
+        with pytest.raises(ValueError, match=r"block_ids is of type|engine group 1 has no block ids: .* 2 of them"):
+            BlockIds.of_engine_groups(two_groups(), given, 1)
+
+    @pytest.mark.parametrize("counts", [(8,), (8, 11), (8, 13), (7, 12), (8, 12, 0), ()])
+    def test_of_kernel_groups_the_counts_are_exact(self, counts: tuple[int, ...]) -> None:
+        given = [np.zeros(count, np.int64) for count in counts]
+        with pytest.raises(ValueError, match=r"2 chunks take \[8, 12\] block ids per kernel group, but \["):
+            BlockIds.of_kernel_groups(two_groups(), given, 2)
+
+    def test_of_kernel_groups(self) -> None:
+        ids = BlockIds.of_kernel_groups(two_groups(), [np.arange(4), np.arange(6)], 1)
+        assert [group.tolist() for group in ids.flat()] == [list(range(4)), list(range(6))]
+
+
+class TestData:
+    """Two chunks; of the second group the last three of six blocks are kept."""
+
+    full: ClassVar = [1, 2, 3, 4, 5, 6, 7, 8]
+    window: ClassVar = [0, 0, 0, 4, 5, 6, 0, 0, 0, 10, 11, 12]
+
+    def masks(self, manager: KVLayerGroupsManager, full: Any, window: Any, null: int | None = 0) -> list[list[bool]]:
+        ids = BlockIds.of_engine_groups(manager, [full, window], 2)
+        return [chunks_with_data(manager, ids, group, null).tolist() for group in range(2)]
+
+    def test_null_blocks_outside_a_window_do_not_matter(self) -> None:
+        assert self.masks(two_groups(), self.full, self.window) == [[True, True], [True, True]]
+
+    @pytest.mark.parametrize("place", range(12))
+    def test_any_null_block_that_is_kept_counts(self, place: int) -> None:
+        window = [*range(1, 13)]
+        window[place] = 0
+        expected = [True, True]
+        if place % 6 >= 3:
+            expected[place // 6] = False
+        assert self.masks(two_groups(), self.full, window) == [[True, True], expected]
+
+    def test_any_null_block_of_full_attention_counts(self) -> None:
+        assert self.masks(two_groups(), [1, 2, 3, 4, 5, 0, 7, 8], self.window)[0] == [True, False]
+        assert self.masks(two_groups(), [0] * 8, self.window)[0] == [False, False]
+
+    def test_another_null_block_and_none(self) -> None:
+        assert self.masks(two_groups(), self.full, self.window, 5) == [[True, False], [False, True]]
+        assert self.masks(two_groups(), [0] * 8, [0] * 12, None) == [[True, True]] * 2
+        assert self.masks(two_groups(), [0] * 8, [0] * 12, -1) == [[True, True]] * 2
+
+    def test_groups_of_one_object_go_together(self) -> None:
+        layers = [ArraySpec.dense((29, 3, 5), U1)] * 2
+        infos = [EngineGroupInfo(0, (0,)), EngineGroupInfo(1, (1,))]
+        manager = KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS] * 2, infos, 3)
+        ids = BlockIds.of_engine_groups(manager, [[1, 0, 3], [1, 2, 0]], 3)
+        assert chunks_with_data(manager, ids, 0, 0).tolist() == [True, False, False]
+
+
+class TestChecks:
+    def store(self, manager: KVLayerGroupsManager, *lists: Any, null: int | None = 0, chunks: int = 2) -> None:
+        check_to_store(manager, BlockIds.of_engine_groups(manager, list(lists), chunks), null)
+
+    def retrieve(
+        self, manager: KVLayerGroupsManager, *lists: Any, skip: int = 0, null: int | None = 0, chunks: int = 2
+    ) -> None:
+        check_to_retrieve(manager, BlockIds.of_engine_groups(manager, list(lists), chunks), skip, null)
+
+    @pytest.mark.parametrize("wrong", [29, -1, 2**62])
+    def test_blocks_that_do_not_exist(self, wrong: int) -> None:
+        for check in (self.store, self.retrieve):
+            with pytest.raises(ValueError, match=rf"kernel group 0 hold {wrong}, but its cache has blocks \[0, 29\)"):
+                check(one_group(), [1, 2, 3, 4, 5, 6, wrong, 8])
+
+    def test_blocks_that_do_not_move_may_be_anything(self) -> None:
+        window = [99, -1, 7, 4, 5, 6, 99, 99, 99, 10, 11, 12]
+        self.store(two_groups(), range(8), window)
+        self.retrieve(two_groups(), range(8), [*[99] * 9, 10, 11, 12])
+        with pytest.raises(ValueError, match=r"kernel group 1 hold 99, but its cache has blocks \[0, 31\)"):
+            self.store(two_groups(), range(8), [*[99] * 9, 10, 11, 12])
+        with pytest.raises(ValueError, match=r"kernel group 1 hold 31, but"):
+            self.retrieve(two_groups(), range(8), [*[99] * 9, 10, 31, 12])
+
+    def test_the_null_block_may_be_no_block(self) -> None:
+        self.store(one_group(), [1, 2, -5, 4, 5, 6, 7, 8], null=-5)
+        with pytest.raises(ValueError, match="kernel group 0 hold -5"):
+            self.retrieve(one_group(), [1, 2, -5, 4, 5, 6, 7, 8], null=-5)
+
+    def test_tagged_groups_are_not_looked_at(self) -> None:
+        for check in (self.store, self.retrieve):
+            check(two_groups(extra_object_group_tag=2), range(8), [99] * 12)
+
+    def test_a_block_twice(self) -> None:
+        self.store(one_group(), [3] * 8)
+        with pytest.raises(
+            ValueError, match="kernel group 0 hold block 3 more than once, which would be written twice"
+        ):
+            self.retrieve(one_group(), [1, 2, 3, 4, 5, 6, 3, 8])
+        self.retrieve(one_group(), [1, 0, 3, 4, 5, 0, 0, 8])
+        with pytest.raises(ValueError, match="hold block 0 more than once"):
+            self.retrieve(one_group(), [1, 0, 3, 4, 5, 0, 7, 8], null=None)
+
+    @pytest.mark.parametrize("skip", range(26))
+    def test_blocks_of_skipped_tokens_are_not_looked_at(self, skip: int) -> None:
+        for wrong in (99, 8):  # no block, and one that is there twice
+            for place in range(8):
+                ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+                ids[place] = wrong
+                twice = place != 7 and wrong == 8 and skip < 24
+                if skip < (place + 1) * 3 and (wrong == 99 or twice):
+                    with pytest.raises(ValueError, match="kernel group 0 hold"):
+                        self.retrieve(one_group(), ids, skip=skip)
+                else:
+                    self.retrieve(one_group(), ids, skip=skip)
+
+    @pytest.mark.parametrize(("skip", "looked_at"), [(0, True), (3, True), (11, True), (12, False)])
+    def test_blocks_of_recurrent_state_are_written_whole(self, skip: int, looked_at: bool) -> None:
+        infos = [EngineGroupInfo(0, (0,), 12, recurrent_state=True)]
+        manager = KVLayerGroupsManager([ArraySpec.dense((29, 1, 5), U1)], [EngineKVFormat.NL_X_NB_BS_HS], infos, 12)
+        if looked_at:
+            with pytest.raises(ValueError, match="kernel group 0 hold 99"):
+                self.retrieve(manager, [99], skip=skip, chunks=1)
+        else:
+            self.retrieve(manager, [99], skip=skip, chunks=1)

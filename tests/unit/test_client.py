@@ -18,10 +18,12 @@ import zmq
 import kvshm
 from kvshm import wire
 from kvshm.client.cache_client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.registration import Registration
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import token_array
-from kvshm.protocol import CacheKey
+from kvshm.protocol import PROTOCOL_VERSION, CacheKey, EngineIdentity
 from kvshm.server.cache_server import CacheServer
+from kvshm.shm.liveness import Liveness
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
@@ -132,15 +134,6 @@ def test_what_the_caller_gets_wrong_raises(client: CacheClient, mode: Any, token
     assert status["objects"]["unfinished"] == status["objects"]["cached"] == 0
 
 
-def test_the_two_modes_have_layouts_of_their_own(client: CacheClient) -> None:
-    with client.register(caches("lmcache_driven"), "model", layout_hints=NHD) as one:
-        one.store(TOKENS, BLOCKS)
-        with client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven") as two:
-            assert two.lookup(TOKENS) == 0
-            assert one.lookup(TOKENS) == 3 * CHUNK
-            one.retrieve(TOKENS, OTHER_BLOCKS)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_engines_share(client: CacheClient, mode: Any) -> None:
     source, target = caches(mode, 1), caches(mode, 2)
@@ -180,14 +173,17 @@ def test_a_partial_retrieve_releases_all_its_locks(client: CacheClient) -> None:
         assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
 
 
-def test_hybrid_models(client: CacheClient) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_hybrid_models(client: CacheClient, mode: Any) -> None:
     """Full attention and a sliding window of one chunk: the window's older blocks are null by then."""
-    arrays = [*layers(1), *layers(2)]
+    arrays = [*caches(mode, 1), *caches(mode, 2)]
     infos = (
         EngineGroupInfo(0, (0, 1), BLOCK),
         EngineGroupInfo(1, (2, 3), BLOCK, sw_size_tokens=CHUNK),
     )
-    with client.register(arrays, "model", layout_hints=NHD, engine_group_infos=infos) as engine:
+    with client.register(arrays, "model", layout_hints=NHD, engine_group_infos=infos, transfer_mode=mode) as engine:
+        for array in arrays:
+            array[:, 0] = 0
         full, window = BLOCKS[:6], [0, 0, 0, 0, 12, 15]
         assert engine.store(TOKENS, [full, window]) == 3 * CHUNK
         assert engine.lookup(TOKENS) == 3 * CHUNK
@@ -219,14 +215,14 @@ def test_layers_of_different_sizes_without_groups(client: CacheClient, mode: Any
         assert blocks_of(arrays, OTHER_BLOCKS) == expected
 
 
-def test_mixed_groups_copied_by_the_engine(client: CacheClient) -> None:
-    arrays: list[Any] = [array.copy() for array in layers(1)]
-    arrays.append(np.arange(2 * 31 * BLOCK * 3 * 2, dtype=np.float32).reshape(2, 31, BLOCK, 3, 2))
-    infos = (EngineGroupInfo(0, (0, 1), BLOCK), EngineGroupInfo(1, (2,), BLOCK, sw_size_tokens=CHUNK))
-    with client.register(
-        arrays, "model", layout_hints=NHD, engine_group_infos=infos, transfer_mode="engine_driven"
-    ) as engine:
-        assert engine.store(TOKENS, [BLOCKS, [1, 2, 0, 0, 5, 6]]) == CHUNK, "ends before the first chunk without data"
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_different_dtypes(client: CacheClient, mode: Any) -> None:
+    arrays = caches(mode, 1)
+    other = np.arange(2 * 31 * BLOCK * 3 * 2, dtype=np.float32).reshape(2, 31, BLOCK, 3, 2)
+    arrays.append(kvshm.share(other) if mode == "lmcache_driven" else other)
+    infos = (EngineGroupInfo(0, (0, 1), BLOCK), EngineGroupInfo(1, (2,), BLOCK))
+    with client.register(arrays, "model", layout_hints=NHD, engine_group_infos=infos, transfer_mode=mode) as engine:
+        assert engine.store(TOKENS, [BLOCKS, [1, 2, 0, 4, 0, 6]]) == CHUNK, "a chunk with a null block has no data"
         assert engine.store(TOKENS, [BLOCKS, [1, 2, 3, 4, 5, 6]]) == 3 * CHUNK
         expected = (blocks_of(arrays[:2], BLOCKS[:6]), blocks_of(arrays[2:], [1, 2, 3, 4, 5, 6]))
         wipe(arrays)
@@ -404,8 +400,11 @@ def test_nobody_is_there() -> None:
 
 
 @contextmanager
-def silent_server(answers: dict[Any, list[Any]] | None = None) -> Iterator[str]:
-    """Takes requests and answers only some operations; as a stopped server, or a real LMCache's failed handler."""
+def silent_server(answers: dict[Any, list[Any]] | None = None, asked: list[Any] | None = None) -> Iterator[str]:
+    """Takes requests and answers only some operations; as a stopped server, or a real LMCache's failed handler.
+
+    ``asked`` gets the operations that were asked for.
+    """
     context = zmq.Context()
     sock = context.socket(zmq.ROUTER)
     sock.setsockopt(zmq.LINGER, 0)
@@ -420,6 +419,8 @@ def silent_server(answers: dict[Any, list[Any]] | None = None) -> Iterator[str]:
             except zmq.Again:
                 continue
             name = wire.unpack(operation)
+            if asked is not None:
+                asked.append(name)
             if answers and name in answers:
                 sock.send_multipart([address, uid, operation, *map(wire.pack, answers[name])])
 
@@ -479,28 +480,38 @@ def test_garbage_from_the_server() -> None:
 
 HELLO = {
     "version": "1",
-    "protocol": 1,
+    "protocol": PROTOCOL_VERSION,
     "boot_token": "x",
     "chunk_size": CHUNK,
     "clock_ns": 0,
-    "prepare_ttl_s": 600.0,
+    "null_block_id": 0,
 }
 
 
-@pytest.mark.parametrize("odd", [None, 5, [], [b"", True, 1], ["", 1], {}, [-1, False]])
-def test_odd_replies_are_misses(odd: Any) -> None:
+@pytest.fixture
+def hello() -> Iterator[dict[str, Any]]:
+    """What a server says of itself."""
+    liveness = Liveness()
+    yield HELLO | {"liveness": liveness.name}
+    liveness.close()
+
+
+@pytest.mark.parametrize("odd", [None, -1, 4, 2**70, "2", 1.5, [], [b"", True], {}])
+def test_odd_replies_are_misses(hello: dict[str, Any], odd: Any) -> None:
+    """There are three chunks."""
+    if odd == 2**70:
+        odd = 2**64 - 1
     answers: dict[Any, Any] = {
         21: [CHUNK],
-        "kvshm_hello": [HELLO],
-        1: [],
-        2: [],
+        "kvshm_hello": [hello],
+        "kvshm_register_server_driven": [],
+        "kvshm_unregister": [],
         22: [True],
-        6: [odd],
-        7: [odd],
+        "kvshm_store": [odd],
+        "kvshm_count": [odd],
+        "kvshm_retrieve": [odd],
         "kvshm_lookup": [odd],
     }
-    if odd == 5:
-        answers["kvshm_lookup"] = [4]  # chunks of three
     with silent_server(answers) as url, CacheClient(url) as client:
         engine = client.register(layers(), "model", layout_hints=NHD)
         assert engine.store(TOKENS, BLOCKS) == engine.lookup(TOKENS) == engine.retrieve(TOKENS, BLOCKS) == 0
@@ -513,47 +524,67 @@ def test_odd_replies_are_misses(odd: Any) -> None:
     [
         None,
         7,
-        {"context": 3},
-        {"context": {"slots": [{}], "chunk_indices": [0]}},
-        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": [0]}},
-        {"context": {"slots": [{"offset": -1, "length": 11}], "chunk_indices": [0]}},
-        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": [3]}},
-        {"context": {"slots": [{"offset": 0, "length": 11}], "chunk_indices": []}},
-        {"success": True},
-        {"success": True, "context": {"slots": 1}},
-        {"success": True, "context": {"slots": [0, 1, 2]}},
+        [],
+        [[[0, 0]], [[0, 0]]],
+        [[[0]]],
+        [[0]],
+        [[[0, -1], [1, 0], [2, 0]]],
+        [[[0, 0], [1, 0], [3, 0]]],
+        [[[0, 0], [0, 0], [1, 0]]],
+        [[[0, 4000], [1, 4000], [2, 4000]]],
+        {"slots": 3},
     ],
 )
-def test_odd_slots_are_misses(odd: Any, segment_name: str) -> None:
+def test_odd_slots_are_misses(hello: dict[str, Any], odd: Any, segment_name: str) -> None:
+    """Three chunks of one object group; the pool has no 4000 bytes and a chunk."""
+    given_back: list[Any] = []
     with kvshm.Segment.create(4096, segment_name):
         answers: dict[Any, Any] = {
             21: [CHUNK],
-            "kvshm_hello": [HELLO],
-            3: [],
-            14: [{"shm_name": segment_name, "pool_size": 4096}],
-            15: [],
-            16: [odd],
-            17: [False],
-            18: [odd],
-            19: [False],
+            "kvshm_hello": [hello],
+            "kvshm_register_engine_driven": [{"shm_name": segment_name, "pool_size": 4096}],
+            "kvshm_unregister": [],
+            "kvshm_prepare_store": [odd if isinstance(odd, dict) else {"slots": odd, "found": 3}],
+            "kvshm_commit_store": [3],
+            "kvshm_prepare_retrieve": [odd],
+            "kvshm_commit_retrieve": [True],
+            "kvshm_give_back": [],
+            "kvshm_count": [0],
             22: [True],
         }
-        with silent_server(answers) as url, CacheClient(url, timeout_s=5.0) as client:
+        with silent_server(answers, given_back) as url, CacheClient(url, timeout_s=5.0) as client:
             engine = client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven")
             assert engine.store(TOKENS, BLOCKS) == engine.retrieve(TOKENS, BLOCKS) == 0
             assert client.is_up
             engine.unregister()
+    assert given_back.count("kvshm_give_back") == 2, "whatever it was that was lent"
+    assert "kvshm_commit_store" not in given_back
 
 
-@pytest.mark.parametrize("hello", [{"protocol": 1}, HELLO | {"clock_ns": None}, HELLO | {"chunk_size": "6"}])
-def test_odd_hellos(hello: Any) -> None:
-    with silent_server({21: [CHUNK], "kvshm_hello": [hello]}) as url, CacheClient(url) as client:  # noqa: SIM117
+@pytest.mark.parametrize(
+    "changes", [{"clock_ns": None}, {"chunk_size": "6"}, {"null_block_id": "0"}, {"liveness": None}, {"boot_token": 1}]
+)
+def test_odd_hellos(hello: dict[str, Any], changes: dict[str, Any]) -> None:
+    answers: dict[Any, Any] = {21: [CHUNK], "kvshm_hello": [hello | changes]}
+    with silent_server(answers) as url, CacheClient(url) as client:  # noqa: SIM117
         with pytest.raises(CacheServerError, match=r"kvshm_hello: the server answered .* makes no sense"):
             client.server_info()
 
 
-def test_a_pool_that_is_too_small(segment_name: str) -> None:
-    answers: dict[Any, Any] = {21: [CHUNK], "kvshm_hello": [HELLO], 14: [{"shm_name": segment_name, "pool_size": 8192}]}
+@pytest.mark.parametrize("name", ["/kvshm_gone", "", "no/name"])
+def test_a_server_whose_liveness_cannot_be_seen(hello: dict[str, Any], name: str) -> None:
+    answers: dict[Any, Any] = {21: [CHUNK], "kvshm_hello": [hello | {"liveness": name}]}
+    with silent_server(answers) as url, CacheClient(url) as client:  # noqa: SIM117
+        with pytest.raises(CacheServerError, match="the server's liveness segment cannot be opened"):
+            client.register(layers(), "model", layout_hints=NHD)
+
+
+def test_a_pool_that_is_too_small(hello: dict[str, Any], segment_name: str) -> None:
+    answers: dict[Any, Any] = {
+        21: [CHUNK],
+        "kvshm_hello": [hello],
+        "kvshm_register_engine_driven": [{"shm_name": segment_name, "pool_size": 8192}],
+    }
     with (
         kvshm.Segment.create(4096, segment_name),
         silent_server(answers) as url,
@@ -628,7 +659,7 @@ def test_one_refused_engine_leaves_the_others(caplog: pytest.LogCaptureFixture) 
             assert client.is_up
             assert engine.lookup(TOKENS) == 3 * CHUNK
             assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
-    text = f"instance {refused.instance_id} goes on without cache: register_kv_cache: there is no segment"
+    text = f"instance {refused.instance_id} goes on without cache: kvshm_register_server_driven: there is no segment"
     assert caplog.text.count(text) == 1
 
 
@@ -640,7 +671,7 @@ def test_an_engine_that_meets_a_new_server_first_hides_it_from_nobody() -> None:
         with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
             assert first.store(TOKENS, BLOCKS) == 3 * CHUNK
             assert len(client.status()["instances"]) == 1
-            client._link._wake.set()
+            client._link._events.put(None)
             deadline = time.monotonic() + 20
             while len(client.status()["instances"]) != 2:
                 assert time.monotonic() < deadline
@@ -673,18 +704,18 @@ def test_another_chunk_size_after_a_restart(caplog: pytest.LogCaptureFixture) ->
 @contextmanager
 def held_gather(monkeypatch: pytest.MonkeyPatch, engine: Any) -> Iterator[tuple[list[int], threading.Event]]:
     """An engine that is in the middle of copying into slots of the pool; what its store gives, and what lets it go."""
-    transfers: Any = importlib.import_module("kvshm.client.transfers")
+    sessions: Any = importlib.import_module("kvshm.client.kvshm_server")
     copying, go_on = threading.Event(), threading.Event()
-    real = transfers.gather_chunks
+    real = sessions.gather_chunks
 
     def slow(*args: Any) -> None:
-        if args[0] is engine._transfers._context:
+        if args[0] is engine._registration.session._context:
             copying.set()
             assert go_on.wait(20)
         real(*args)
 
     stored: list[int] = []
-    monkeypatch.setattr(transfers, "gather_chunks", slow)
+    monkeypatch.setattr(sessions, "gather_chunks", slow)
     thread = threading.Thread(target=lambda: stored.append(engine.store(TOKENS, BLOCKS)))
     thread.start()
     assert copying.wait(20)
@@ -777,15 +808,15 @@ def test_interrupted_blocks_are_unsettled(
 
     with CacheClient(server.endpoint, raises=True) as client:
         engine = client.register(layers(), "model", layout_hints=NHD)
-        unsettled: Any = engine._transfers
+        requests: Any = engine._registration._requests
         for _ in range(3):
             monkeypatch.setattr(connections.Connection, "receive", receive)
             with pytest.raises(error, match="no MessagePack"):
                 engine.store(TOKENS, BLOCKS)
             monkeypatch.undo()
             # Those that have been answered meanwhile have gone.
-            (late,) = unsettled._unsettled
-            assert [set(ids.tolist()) for ids in late.block_ids] == [set(BLOCKS[:6])]
+            (late,) = requests._late
+            assert [set(ids.tolist()) for ids in late.block_ids.flat()] == [set(BLOCKS[:6])]
             assert late.connection.socket.poll(20_000)
         assert engine.unsettled_block_ids() == [set()]
 
@@ -848,12 +879,14 @@ def test_many_threads(client: CacheClient) -> None:
 
 def test_ids_do_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process ids do, from container to container."""
-    from kvshm.client.transfers import ServerDrivenTransfers
-
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr(threading, "get_ident", lambda: 1)
-    nothing: Any = None
-    ids = {ServerDrivenTransfers(nothing, nothing).instance_id for _ in range(2000)}
+    with CacheClient("tcp://127.0.0.1:1") as client:
+        nothing: Any = None
+        identity = EngineIdentity("model", 1, 0, "")
+        ids = {
+            Registration(client._link, nothing, identity, "engine_driven", None, False).instance_id for _ in range(2000)
+        }
     assert len(ids) == 2000
     assert all(0 <= number < 2**63 for number in ids)
 
@@ -883,7 +916,7 @@ def test_a_retrieve_does_not_wait_for_a_registration(server: CacheServer) -> Non
         held, done = threading.Event(), threading.Event()
 
         def register_slowly() -> None:
-            with engine._lock:
+            with engine._registration._lock:
                 held.set()
                 assert done.wait(60)
 

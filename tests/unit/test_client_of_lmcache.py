@@ -25,6 +25,7 @@ class Standing:
 
     def __init__(self) -> None:
         self.found = 0  # chunks that the next lookups find
+        self.stores = 0  # chunks that they find once a store came
         self.asked: list[tuple[str, list[Any]]] = []
         self.url = ""
 
@@ -34,6 +35,8 @@ class Standing:
             return None
         if operation in NAMES:
             self.asked.append((NAMES[operation], payload))
+            if operation == 6 and self.stores:
+                self.found = self.stores
         replies: dict[int, list[Any]] = {
             6: [[b"e", True]],
             7: [[b"e", True]],
@@ -96,11 +99,14 @@ def names(asked: list[tuple[str, list[Any]]]) -> list[str]:
 def test_requests_are_ended(server: Standing) -> None:
     # It remembers for ten minutes those that are not.
     with engine_of(server) as engine:
+        server.stores = 3
         assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
         asked = server.take_asked()
-        assert names(asked) == ["store", "end_session"]
+        assert names(asked) == ["store", "end_session", "lookup", "wait", "free_lookup_locks", "end_session"]
         assert asked[1][1] == [asked[0][1][0]["request_id"]]
+        assert asked[5][1] == [asked[2][1][0]["request_id"]]
 
+        server.found = 0
         assert engine.lookup(TOKENS) == 0
         assert names(server.take_asked()) == ["lookup", "wait", "end_session"]
 

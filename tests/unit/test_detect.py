@@ -11,7 +11,7 @@ import pytest
 
 from kvshm.dtypes import DTYPES
 from kvshm.formats import EngineKVFormat as F
-from kvshm.formats import EngineType, detect_format, normalize_and_discover_per_layer_formats
+from kvshm.formats import EngineType, detect_format, geometry, normalize_and_discover_per_layer_formats
 from kvshm.formats import detect as detect_module
 from kvshm.spec import ArraySpec
 
@@ -37,6 +37,12 @@ def detect(caches: Any, engine: str = "vllm", hints: Any = None) -> tuple[F, Any
     return format, normalised
 
 
+def as_arrays(caches: Any) -> Any:
+    if isinstance(caches, list):
+        return [as_arrays(item) for item in caches]
+    return caches.view(np.zeros(caches.byte_span, np.uint8))
+
+
 @pytest.mark.parametrize(
     ("shape", "nhd", "hnd"),
     [
@@ -60,7 +66,8 @@ class TestVllmLayers:
 
     def test_any_order_of_axes_is_put_back(self, shape: tuple[int, ...], nhd: F, hnd: F) -> None:
         stored = spec(*shape)
-        exposed = stored.transpose((0, *reversed(range(1, len(shape)))))
+        blocks = shape.index(7)  # which stay outside the rest
+        exposed = stored.transpose((*range(blocks + 1), *reversed(range(blocks + 1, len(shape)))))
         assert detect([exposed] * 2, "vllm", NHD) == (nhd, [stored] * 2)
 
 
@@ -409,6 +416,82 @@ class TestDifferences:
         layers = [spec(7, 11, 3), spec(2, 7, 11, 5, 3)]
         with pytest.raises(ValueError, match="layer 0 is NL_X_NB_BS_HS but layer 1 is NL_X_TWO_NB_BS_NH_HS; a struct"):
             detect_format(layers, "vllm", NHD)
+
+    def test_20_heads_outside_the_blocks(self) -> None:
+        # Eight contiguous sequences, one a head, seen as blocks: in memory the heads lie outside the blocks.
+        stored = spec(2, 8, 8 * 11, 3)
+        paged = ArraySpec((2, 8, 8, 11, 3), (8 * 8 * 33, 33, 8 * 33, 3, 1), 0, F2)
+        assert (stored.nbytes, stored.byte_span) == (paged.nbytes, paged.byte_span)
+        text = r"axes \[2\] \(of sizes \[8\]\) outside the axis of its blocks, 1, .* the order \[0, 2, 1, 3, 4\]"
+        for hints in (HND, NHD, None):
+            with pytest.raises(ValueError, match=text):
+                detect_format([paged], "vllm", hints)
+            with pytest.raises(ValueError, match=text):
+                normalize_and_discover_per_layer_formats([spec(2, 8, 8, 11, 3), paged], [], "vllm", hints)
+
+    @pytest.mark.parametrize(
+        ("stored", "order", "engine", "hints"),
+        [
+            (spec(11, 7, 3), (1, 0, 2), "vllm", NHD),  # slots outside
+            (spec(3, 7, 11), (1, 2, 0), "vllm", NHD),  # elements
+            (spec(5, 7, 11, 3), (1, 2, 0, 3), "vllm", NHD),  # heads
+            (spec(5, 2, 7, 11, 3), (1, 2, 0, 3, 4), "vllm", HND),
+            (spec(11, 7, 2, 5, 3), (1, 2, 0, 3, 4), "vllm", NHD),
+            (spec(5, 7, 13, 2, 11, 3), (1, 2, 3, 4, 0, 5), "vllm", NHD),
+            (spec(3, 77, 1), (1, 2, 0), "sglang", None),
+            (spec(5, 7, 11, 3), (1, 2, 0, 3), "sglang", UNIFIED),
+            (spec(5, 7, 2, 2, 11, 3), (1, 2, 3, 0, 4, 5), "trtllm", None),
+            (spec(11, 7, 3), (1, 0, 2), "atom", None),
+        ],
+    )
+    def test_20_anything_outside_the_blocks(
+        self, stored: ArraySpec, order: tuple[int, ...], engine: str, hints: Any
+    ) -> None:
+        exposed = stored.transpose(order)
+        caches: Any = exposed if len(order) == 6 or engine == "trtllm" else [exposed]
+        for given in (caches, as_arrays(caches)):
+            with pytest.raises(ValueError, match=r"outside the axis of its blocks|no known|does not fit"):
+                detect_format(given, engine, hints)
+
+    def test_20_k_and_v_or_layers_may_lie_outside(self) -> None:
+        stored = spec(2, 7, 11, 5, 3)
+        assert detect([stored.transpose((1, 0, 2, 3, 4))], "vllm", NHD) == (F.NL_X_TWO_NB_BS_NH_HS, [stored])
+        assert detect([stored.transpose((1, 2, 3, 4, 0))], "vllm", NHD) == (F.NL_X_TWO_NB_BS_NH_HS, [stored])
+
+    def test_21_pairs_with_their_heads_first(self) -> None:
+        pair = [spec(7, 5, 11, 3)] * 2
+        named = [plane.transpose((0, 2, 1, 3)) for plane in pair]
+        hints: dict[str, str] | None
+        for hints in (HND, {"kv_layout": "BLHNC"}):
+            assert detect([pair] * 2, "vllm", hints) == (F.NL_X_TWO_X_NB_BS_NH_HS, [named] * 2)
+        for hints in (NHD, None):
+            assert detect([pair] * 2, "vllm", hints) == (F.NL_X_TWO_X_NB_BS_NH_HS, [pair] * 2)
+        # Shown slots first by strides, they lie heads first all the same.
+        assert detect([named] * 2, "vllm", HND) == (F.NL_X_TWO_X_NB_BS_NH_HS, [named] * 2)
+        latent = [spec(7, 11, 1, 3), spec(7, 11, 1, 2)]
+        assert detect([latent], "vllm", HND) == (F.NL_X_NP_X_NB_BS_ONE_HS, [latent])
+
+    def test_21_the_heads_and_slots_are_those_of_the_hint(self) -> None:
+        pair = [spec(7, 5, 11, 3)] * 2
+        found = geometry(detect([pair], "vllm", HND)[1], F.NL_X_TWO_X_NB_BS_NH_HS)
+        assert (found.block_size(0), found.num_heads(0), found.num_blocks) == (11, 5, 7)
+
+    @pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm", "atom"])
+    def test_25_unknown_hints(self, engine: str) -> None:
+        text = (
+            "unknown layout hints 'kvlayout'; known are 'kv_layout', 'kv_list_layout', 'tokens_per_block', "
+            "'num_kv_heads', 'head_dim'"
+        )
+        hints = {"kvlayout": "NHD", "kv_layout": "NHD"}
+        with pytest.raises(ValueError, match=text):
+            detect_format([spec(7, 11, 3)], engine, hints)
+        with pytest.raises(ValueError, match=text):
+            normalize_and_discover_per_layer_formats([spec(7, 11, 3)], [], engine, hints)
+
+    @pytest.mark.parametrize("hints", ["NHD", ["kv_layout"], [("kv_layout", "NHD")], 3])
+    def test_25_hints_are_a_mapping(self, hints: Any) -> None:
+        with pytest.raises(ValueError, match=r"layout_hints is \w+; give a mapping such as \{'kv_layout': 'NHD'\}"):
+            detect_format([spec(7, 11, 3)], "vllm", hints)
 
     def test_05_arrays_without_elements_keep_their_shape(self) -> None:
         layers = [spec(2, 0, 11, 5, 3)]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvshm.formats import EngineKVFormat
 from kvshm.layout import (
     EngineGroupInfo,
+    KVLayerGroupsManager,
     engine_group_layer_indices,
     expand_engine_block_ids,
     get_engine_group_indices,
     num_engine_group_infos,
     num_engine_groups,
 )
+from kvshm.spec import ArraySpec
 
 # Two kernel groups over the ids of engine group 0, one over those of 2; group 1 has no layers here.
 GROUPS = (EngineGroupInfo(0, (4, 1)), EngineGroupInfo(2, (0, 5)), EngineGroupInfo(0, (3,)))
@@ -29,6 +33,42 @@ def test_layers_may_come_as_a_list() -> None:
     info = EngineGroupInfo(0, [1, 2])  # type: ignore[arg-type]
     assert info == EngineGroupInfo(0, (1, 2))
     assert hash(info) == hash(EngineGroupInfo(0, (1, 2)))
+
+
+def test_numbers_of_numpy_become_ints() -> None:
+    info = EngineGroupInfo(np.int64(1), (np.int32(2),), np.int64(3), recurrent_state=np.True_)  # type: ignore[arg-type]
+    assert info == EngineGroupInfo(1, (2,), 3, recurrent_state=True)
+    assert (type(info.engine_group_id), type(info.layer_indices[0]), info.recurrent_state) == (int, int, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"engine_group_id": "0"}, "engine group '0' has a field that is no integer"),
+        ({"engine_group_id": None}, "engine group None has a field that is no integer"),
+        ({"engine_group_id": 0, "layer_indices": 3}, "give integers, and layer_indices as a sequence of them"),
+        ({"engine_group_id": 0, "layer_indices": (1.0,)}, "engine group 0 has a field that is no integer"),
+        ({"engine_group_id": 0, "sw_size_tokens": None}, "engine group 0 has a field that is no integer"),
+        ({"engine_group_id": 0, "recurrent_state": "no"}, "recurrent_state is 'no'; give True or False"),
+    ],
+)
+def test_fields_of_other_types_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        EngineGroupInfo(**fields)
+
+
+@pytest.mark.parametrize(
+    "infos", [[{"engine_group_id": 0}], ({"engine_group_id": 0},), {0: 1}, 5, [EngineGroupInfo(0), 3]]
+)
+def test_infos_are_infos(infos: Any) -> None:
+    text = r"engine_group_infos holds (dict|int); give a list of kvshm.layout.EngineGroupInfo"
+    layers = [ArraySpec.dense((7, 2, 3), np.dtype("float16"))]
+    for refuses in (
+        lambda: engine_group_layer_indices(infos),
+        lambda: KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS], infos, 2),
+    ):
+        with pytest.raises(ValueError, match=text):
+            refuses()
 
 
 def test_counts() -> None:

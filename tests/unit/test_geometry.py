@@ -176,8 +176,9 @@ def test_planes_of_specs_and_of_arrays_are_the_same(format: F) -> None:
         ),
         ([], F.NL_X_NB_BS_HS, "but at depth 0 there is list"),
         ([[]], F.TWO_X_NL_X_NB_BS_NH_HS, "but at depth 1 there is list"),
-        ([ArraySpec.dense((7, 3), F2)], F.NL_X_NB_BS_HS, r"but the first array is \[7, 3\]"),
-        ([[ArraySpec.dense((7, 11, 3), F2)]], F.NL_X_NB_BS_HS, "but the first array is list"),
+        ([ArraySpec.dense((7, 3), F2)], F.NL_X_NB_BS_HS, r"no layer is NL_X_NB_BS_HS, which is NL x \[NB, BS, HS\]"),
+        ([[ArraySpec.dense((7, 11, 3), F2)]], F.NL_X_NB_BS_HS, "no layer is NL_X_NB_BS_HS"),
+        ([[[ArraySpec.dense((7, 11, 3), F2)]]] * 2, F.TWO_X_NL_X_NB_BS_NH_HS, "but the first array is list"),
     ],
 )
 def test_structures_of_other_formats_are_refused(caches: Any, format: F, message: str) -> None:
@@ -189,3 +190,19 @@ def test_the_format_may_come_as_its_number() -> None:
     assert geometry(stack(F.NL_X_NB_BS_HS), 3).format is F.NL_X_NB_BS_HS  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown KV format 19"):
         geometry(stack(F.NL_X_NB_BS_HS), 19)  # type: ignore[arg-type]
+
+
+def test_layers_of_one_format_among_others() -> None:
+    mla, pair = ArraySpec.dense((7, 11, 3), F2), ArraySpec.dense((2, 13, 17, 5, 3), F2)
+    mixed: list[Any] = [mla, pair, [mla], pair]
+    found = geometry(mixed, F.NL_X_TWO_NB_BS_NH_HS)
+    assert (found.num_layers, found.num_blocks, found.kv_size) == (4, 13, 2)
+    assert (found.block_size(1), found.num_heads(3), found.hidden_dim(1), found.dtype(3)) == (17, 5, 15, F2)
+    assert found.concrete_shape() == "4 x [2, 13, 17, 5, 3]"
+    for layer, shape in ((0, r"\[7, 11, 3\]"), (2, "list")):
+        with pytest.raises(ValueError, match=f"layer {layer} is not NL_X_TWO_NB_BS_NH_HS: {shape}, not NL x"):
+            found.block_size(layer)
+    of_first = geometry(mixed, F.NL_X_NB_BS_HS)
+    assert (of_first.num_blocks, of_first.block_size(0)) == (7, 11)
+    with pytest.raises(ValueError, match=r"no layer is NL_X_NB_BS_NH_HS"):
+        geometry(mixed, F.NL_X_NB_BS_NH_HS)

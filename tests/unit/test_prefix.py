@@ -62,7 +62,15 @@ def test_known_answer() -> None:
         (np.array([[1]]), r"shape \(1, 1\)"),
         (np.array([True]), "dtype bool"),
         (np.array([2**63], dtype=np.uint64), "holds 9223372036854775808, which does not fit"),
-        (7, "sequence of integers"),
+        (7, "token_ids is of type int; give a sequence of integers, such as a list, or a one-dimensional array"),
+        (None, "token_ids is of type NoneType"),
+        ("123", "token_ids is of type str"),
+        (b"\1\2", "token_ids is of type bytes"),
+        (bytearray(b"\1"), "token_ids is of type bytearray"),
+        ({1, 2}, "token_ids is of type set"),
+        ({1: 2}, "token_ids is of type dict"),
+        ({1: 2}.values(), "token_ids is of type dict_values"),
+        ((token for token in (1, 2)), "token_ids is of type generator"),
     ],
 )
 def test_what_is_no_token_id_is_refused(given: object, text: str) -> None:

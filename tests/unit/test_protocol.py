@@ -24,6 +24,8 @@ from tests.support.cache_server import key_map
 
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 KEY = key_map(list(range(13)))
+IDENTITY = {"model_name": "m", "world_size": 1, "worker_id": 0, "cache_salt": ""}
+OBJECT = {"meaning": b"m" * 16, "nbytes": 64, "num_chunks_in_sw": -1, "kind": "attention"}
 
 
 def parse(name: str, *payload: Any) -> list[Any]:
@@ -165,7 +167,7 @@ def test_the_longest_salt_is_taken() -> None:
     ("name", "payload", "text"),
     [
         ("noop", (1,), "takes 0 to 0 payload frames; 1 came"),
-        ("store", (KEY, 1, [[1]]), "takes 4 to 5 payload frames; 3 came"),
+        ("store", (KEY, 1, [[1]]), "takes 4 to 4 payload frames; 3 came"),
         ("store", (KEY, 1, [1], b""), r"block_ids?.*|not an array"),
         ("store", (KEY, 1, [[1.5]], b""), "sequence of integers"),
         ("store", (KEY, 1, [[1]], "handle"), "not bytes"),
@@ -180,6 +182,20 @@ def test_the_longest_salt_is_taken() -> None:
         ("register_kv_cache", (1, [], "m", 1, "vllm", {}, [{"engine_group_id": -1}]), "engine_group_id is -1"),
         ("clear", (1,), "not a boolean"),
         ("ping", ("x",), "payload 0 of ping is 'x'"),
+        ("kvshm_lookup", (1, 5, b""), "payload 1 of kvshm_lookup is 5, not a string"),
+        ("kvshm_lookup", (1, None, b"1234567"), "no whole number of 64-bit integers"),
+        ("kvshm_count", (1, [1.5]), "sequence of integers"),
+        ("kvshm_register_engine_driven", (1, IDENTITY, [], "/x"), "has 0 object groups; 1 to"),
+        ("kvshm_register_engine_driven", (1, IDENTITY | {"worker_id": 1}, [OBJECT], "/x"), "worker_id 1 is not in"),
+        ("kvshm_register_engine_driven", (1, {}, [OBJECT], "/x"), "lacks"),
+        ("kvshm_register_engine_driven", (1, IDENTITY, [OBJECT | {"meaning": b"x"}], "/x"), "not 16 bytes"),
+        ("kvshm_register_engine_driven", (1, IDENTITY, [OBJECT | {"kind": "other"}], "/x"), "'attention', 'recurrent'"),
+        ("kvshm_register_engine_driven", (1, IDENTITY, [OBJECT | {"nbytes": -1}], "/x"), "nbytes is -1"),
+        ("kvshm_register_server_driven", (1, IDENTITY, [], "vllm", {}, [], "0"), "payload 6 .* is '0'"),
+        ("kvshm_prepare_store", (1, "loan", b"", [[1, 1]]), "rising chunk numbers"),
+        ("kvshm_prepare_store", (1, "loan", b"", [[-1]]), "rising chunk numbers"),
+        ("kvshm_store", (1, b"", [b""], -1), "payload 3 of kvshm_store is -1"),
+        ("kvshm_retrieve", (1, None, b"", [b""], -1, 0), "payload 4 of kvshm_retrieve is -1"),
     ],
 )
 def test_a_wrong_payload_is_refused(name: str, payload: tuple[Any, ...], text: str) -> None:
@@ -191,7 +207,7 @@ def test_optional_frames_may_be_left_out() -> None:
     assert parse("clear") == []
     assert parse("clear", True) == [True]
     assert len(parse("retrieve", KEY, 1, [[1]], b"")) == 4
-    assert parse("store", KEY, 1, [[1]], b"", 99)[-1] == 99
+    assert parse("retrieve", KEY, 1, [[1]], b"", 7)[-1] == 7
 
 
 def test_a_deeply_nested_value_does_not_break_the_reader() -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from kvshm import Segment
+from kvshm.prefix import token_array
 from kvshm.server.cache_server import CacheServer
+from kvshm.shm.liveness import Liveness
 from tests.support.cache_server import (
     BLOCK,
     BLOCKS_PER_CHUNK,
@@ -89,7 +92,7 @@ def test_replies_come_in_order_for_quick_operations(raw: RawClient) -> None:
         (99, (), None, "not one that this server knows"),
         ("pickle", (), None, "not one that this server knows"),
         (24, (1,), "", "takes 0 to 0 payload frames"),
-        (6, (), [b"", False], "takes 4 to 5"),
+        (6, (), [b"", False], "takes 4 to 4"),
         (6, (key_map(TOKENS), 1, [BLOCKS], b""), [b"", False], "instance 1 is not registered"),
         (7, (key_map(TOKENS), 1, [BLOCKS], b"", 0), [b"", False], "instance 1 is not registered"),
         (6, (key_map(TOKENS, cache_salt="a/b"), 1, [BLOCKS], b""), [b"", False], "cache_salt"),
@@ -260,12 +263,15 @@ def test_another_layout_is_a_miss(raw: RawClient) -> None:
     raw.ask(6, key_map(TOKENS), 1, [BLOCKS], b"")
     raw.ask(2, 1)
     assert raw.register(layers_hnd(), 8, layout_hints={"kv_layout": "HND"}) == []
-    assert raw.hit(TOKENS) == 0
+    assert raw.hit(TOKENS) == 3, "the order of slots and heads is no part of a chunk"
+    raw.ask(2, 8)
     assert raw.register(layers(dtype="bfloat16"), 9) == []
     assert raw.hit(TOKENS) == 0
     value, _ = raw.ask(7, key_map(TOKENS), 9, [BLOCKS], b"", 0)
     assert value == [b"", False]
     assert raw.register(layers(num_blocks=43), 10) == []
+    assert raw.hit(TOKENS) == 0, "a lookup does not say which engine it is for, so it is for all"
+    raw.ask(2, 9)
     assert raw.hit(TOKENS) == 3, "the number of blocks is no part of the layout"
 
 
@@ -482,16 +488,89 @@ def test_lent_slots_expire() -> None:
         raw.ask(15, 8)
 
 
-@pytest.mark.parametrize("is_alive", [True, False])
-def test_slots_of_a_silent_engine(is_alive: bool) -> None:
-    """It may be stopped while it writes: as long as its process lives, its slots are nobody else's."""
-    with Segment.create(1) as life, running_server(grace_s=0.1) as server, RawClient(server.endpoint) as raw:
-        pool_of(raw, life_sign=life.name if is_alive else "/kvshm_nobody")
-        raw.ask(16, key_map(TOKENS), 8)
-        while status(server)["counters"]["reaped"] == 0:
+IDENTITY = {"model_name": "model", "world_size": 1, "worker_id": 0, "cache_salt": ""}
+OBJECT = {"meaning": b"m" * 16, "nbytes": CHUNK_NBYTES, "num_chunks_in_sw": -1, "kind": "attention"}
+
+
+@contextmanager
+def borrower(raw: RawClient, instance_id: int = 8) -> Iterator[Liveness]:
+    """An engine of kvshm's client that copies by itself, and is lent three slots."""
+    liveness = Liveness()
+    (where,) = raw.ask("kvshm_register_engine_driven", instance_id, IDENTITY, [OBJECT], liveness.name)
+    assert where["pool_size"] > 0
+    (lent,) = raw.ask("kvshm_prepare_store", instance_id, "loan", token_array(TOKENS).tobytes(), [[0, 1, 2]])
+    assert ([chunk for chunk, _ in lent["slots"][0]], lent["found"]) == ([0, 1, 2], 0)
+    yield liveness
+    liveness.close()
+
+
+@pytest.mark.parametrize("is_name_gone", [False, True])
+def test_slots_of_a_silent_engine_are_its_own_while_it_lives(is_name_gone: bool) -> None:
+    """It may be stopped while it writes. Its clocks run out; a login manager removes names when its user logs out."""
+    with running_server(grace_s=0.1, prepare_ttl_s=0.01) as server, RawClient(server.endpoint) as raw:
+        with borrower(raw) as liveness:
+            if is_name_gone:
+                os.unlink(f"/dev/shm{liveness.name}")
+            while status(server)["counters"]["reaped"] == 0:
+                raw.ask(24)
+            for _ in range(20):
+                server.call(server._service.tick)
+            assert status(server)["objects"]["unfinished"] == 3
+            assert raw.ask("kvshm_commit_store", 8, "loan")[0] == 0, "it is to register again"
+            assert raw.ask("kvshm_give_back", 8, "other") == []
+            assert status(server)["objects"]["unfinished"] == 3
+        while status(server)["objects"]["unfinished"]:
             raw.ask(24)
-        assert status(server)["objects"]["unfinished"] == (3 if is_alive else 0)
-        assert raw.ask(17, key_map(TOKENS), 8, b"")[0] is False
+        assert status(server)["counters"]["expired_slots"] == 3
+
+
+def test_a_dead_engine_is_dropped_at_once() -> None:
+    with running_server() as server, RawClient(server.endpoint) as raw:
+        with borrower(raw):
+            assert status(server)["objects"]["unfinished"] == 3
+        while status(server)["objects"]["unfinished"] or status(server)["instances"]:
+            raw.ask(24)
+
+
+def test_an_engine_gives_back_what_it_does_not_use(server: CacheServer, raw: RawClient) -> None:
+    with borrower(raw):
+        assert raw.ask("kvshm_give_back", 8, "loan") == []
+        assert status(server)["objects"]["unfinished"] == 0
+        value, reason = raw.ask("kvshm_commit_store", 8, "loan")
+        assert (value, "no prepared store" in reason) == (0, True)
+        # A request may come after the message that gives back what it asks for.
+        for operation, more in (("kvshm_prepare_store", ([[0]],)), ("kvshm_prepare_retrieve", ())):
+            before = ("loan",) if operation == "kvshm_prepare_store" else (None, "loan")
+            _, reason = raw.ask(operation, 8, *before, token_array(TOKENS).tobytes(), *more)
+            assert "give each transfer its own id" in reason
+        assert status(server)["objects"]["unfinished"] == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [([], "of 0 object groups, but there are 1"), ([[3]], "with 3 chunks"), ([[0], [0]], "of 2 object groups")],
+)
+def test_slots_for_chunks_that_are_none(raw: RawClient, wanted: Any, text: str) -> None:
+    with borrower(raw):
+        value, reason = raw.ask("kvshm_prepare_store", 8, "l", token_array(TOKENS).tobytes(), wanted)
+        assert (value, text in reason) == ({}, True)
+
+
+@pytest.mark.parametrize("name", ["/kvshm_nobody", "", "/a/b"])
+def test_an_engine_whose_liveness_cannot_be_seen_is_refused(raw: RawClient, name: str) -> None:
+    value, reason = raw.ask("kvshm_register_engine_driven", 8, IDENTITY, [OBJECT], name)
+    assert value == {}
+    assert reason
+
+
+def test_the_two_protocols_do_not_mix(raw: RawClient) -> None:
+    pool_of(raw, instance_id=9)
+    with borrower(raw):
+        tokens = token_array(TOKENS).tobytes()
+        assert "use kvshm_prepare_store" in raw.ask(16, key_map(TOKENS), 8)[1]
+        assert "use prepare_store" in raw.ask("kvshm_prepare_store", 9, "l", tokens, [[0]])[1]
+        assert "use lookup and its kin" in raw.ask("kvshm_lookup", 9, None, tokens)[1]
+    raw.ask(15, 9)
 
 
 def test_slots_of_a_silent_engine_come_back_in_time() -> None:

@@ -140,6 +140,40 @@ def test_a_missing_chunk_is_skipped_alone(context: CPUCacheContext, cache: Any) 
     assert (bytes(first), bytes(last)) == (expected_chunk(cache, IDS[:2]), expected_chunk(cache, IDS[4:]))
 
 
+@pytest.mark.parametrize("skip", range(5))
+def test_difference_24_index_pages_are_written_whole_or_not_at_all(skip: int) -> None:
+    # A page of two tokens: all values, then all scales. Rows of 132 bytes are not tokens.
+    pages = np.arange(3 * 2 * 132, dtype=np.uint8).reshape(3, 2, 132)
+    before = pages.copy()
+    context = CPUCacheContext([pages], 4, {"kv_layout": "NHD"})
+    chunk = np.full(object_group_nbytes(context, 0), 0xA5, np.uint8)
+    scatter_chunks(context, [[2, 1]], [chunk], skip_first_n_tokens=skip)
+    for page, end in ((0, 0), (2, 2), (1, 4)):
+        assert np.array_equal(pages[page], np.full((2, 132), 0xA5) if skip < end else before[page])
+
+
+@pytest.mark.parametrize("skip", range(6))
+def test_difference_24_recurrent_state_is_written_if_one_of_its_tokens_is(skip: int) -> None:
+    attention = np.zeros((5, 1, 3), np.uint8)
+    state = np.zeros((5, 1, 7), np.uint8)
+    infos = [EngineGroupInfo(0, (0,), 1), EngineGroupInfo(1, (1,), 2, recurrent_state=True)]
+    context = CPUCacheContext([attention, state], 4, {"kv_layout": "NHD"}, infos)
+    for group in range(2):
+        chunk = np.ones(object_group_nbytes(context, group), np.uint8)
+        scatter_chunks(context, [[1, 2, 3, 4], [4, 2]], [chunk], group, skip)
+    assert attention[:, 0, 0].tolist() == [0, *(int(skip <= token) for token in range(4))]
+    assert state[:, 0, 0].tolist() == [0, 0, int(skip < 4), 0, int(skip < 2)]
+
+
+def test_a_layout_never_changes_after_it_was_registered() -> None:
+    context = windowed(layers(), BS)
+    nbytes = object_group_nbytes(context, 1)
+    with pytest.raises(ValueError, match=r"this layout is that of a registered cache, .* with full_sw_kv=True instead"):
+        context.kv_layer_groups_manager.enable_full_sw_kv()
+    assert object_group_nbytes(context, 1) == nbytes
+    gather_chunks(context, [IDS[:2], IDS[2:4]], [bytearray(nbytes)], 1)
+
+
 @pytest.mark.parametrize("skip", range(3 * TOKENS + 2))
 def test_protected_tokens_are_spared_exactly(context: CPUCacheContext, cache: Any, skip: int) -> None:
     before = [layer.copy() for layer in cache]

@@ -44,6 +44,7 @@ def _mended() -> Iterator[tuple[tuple[str, str], Mended]]:
         (5, "NL_X_TWO_NB_BS_NH_HS", "54", "54"),
         (5, "NL_X_TWO_NB_NH_BS_HS", "117", "117"),
         (12, "a group names layer -1, but the layers are 0 to 1", "", "97 160"),
+        (25, "unknown layout hints 'spam'", "176", "176"),
     ):  # fmt: skip
         for function, ids in (("detect", detect), ("normalize", normalize)):
             for case in ids.split():
@@ -51,6 +52,7 @@ def _mended() -> Iterator[tuple[tuple[str, str], Mended]]:
 
 
 MENDED = dict(_mended())
+HEADS_FIRST_PAIRS = ("detect-0132", "detect-0133")  # 21: read with the heads first, as the hint says
 
 
 def found_by(function: str, case: dict[str, Any], caches: Any) -> Any:
@@ -113,6 +115,11 @@ def check_found(case: dict[str, Any], function: str, storages: Storages | None) 
         assert is_error(recorded), f"{case['why']}: found {found}, recorded {recorded}"
         return
     normalised, formats = found
+    if case["id"] in HEADS_FIRST_PAIRS:
+        assert not same_caches(described(normalised, storages), recorded["caches"]), "no difference any more"
+        slots_first = [[plane.transpose((0, 2, 1, 3)) for plane in pair] for pair in normalised]
+        assert same_caches(described(slots_first, storages), recorded["caches"])
+        return
     names = [format.name for format in formats]
     assert names == (recorded["formats"] if "formats" in recorded else [recorded["format"]])
     assert same_caches(described(normalised, storages), recorded["caches"])
@@ -130,6 +137,6 @@ def test_every_mended_case_exists() -> None:
     assert {id for id, _ in MENDED} <= set(BY_ID)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 12, 25])
 def test_these_differences_are_shown(number: int) -> None:
     assert number in {mended.number for mended in MENDED.values()}

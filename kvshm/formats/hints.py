@@ -1,0 +1,71 @@
+"""Layout hints: what an engine knows of its cache that shapes do not tell.
+
+A hint that nobody reads is a mistake that shows only as wrong tokens, so unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+__all__ = ["KNOWN_HINTS", "KV_LIST_LAYOUTS", "LayoutHints", "checked_hints", "is_heads_first", "positive_hint"]
+
+LayoutHints: TypeAlias = Mapping[str, Any]
+"""What an engine knows of its layout: ``kv_layout`` (vLLM), ``kv_list_layout`` and ``tokens_per_block`` (SGLang),
+``num_kv_heads``, ``tokens_per_block`` and ``head_dim`` (TRT-LLM). Hints of other engines are not looked at."""
+
+KNOWN_HINTS = ("kv_layout", "kv_list_layout", "tokens_per_block", "num_kv_heads", "head_dim")
+KV_LIST_LAYOUTS = ("k_v", "unified")
+_HEADS_FIRST = {"NHD": False, "HND": True, "BLNHC": False, "BLHNC": True}
+
+
+def checked_hints(layout_hints: LayoutHints | None) -> dict[str, Any]:
+    """The hints as a dict; empty for None.
+
+    Raises:
+        ValueError: Not a mapping, or a key that no engine knows.
+    """
+    if layout_hints is None:
+        return {}
+    if not isinstance(layout_hints, Mapping):
+        raise ValueError(
+            f"layout_hints is {type(layout_hints).__name__}; give a mapping such as {{'kv_layout': 'NHD'}}, or None"
+        )
+    unknown = [key for key in layout_hints if key not in KNOWN_HINTS]
+    if unknown:
+        raise ValueError(
+            f"unknown layout hints {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, KNOWN_HINTS))}"
+        )
+    return dict(layout_hints)
+
+
+def is_heads_first(hints: LayoutHints) -> bool | None:
+    """Whether ``kv_layout`` says that a block has its heads outside its slots; None where it says nothing.
+
+    Raises:
+        ValueError: A layout of no known name.
+    """
+    hint = hints.get("kv_layout")
+    if hint is None:
+        return None
+    if not isinstance(hint, str) or hint not in _HEADS_FIRST:
+        raise ValueError(f"layout hint 'kv_layout' is {hint!r}; it must be one of {', '.join(_HEADS_FIRST)}")
+    return _HEADS_FIRST[hint]
+
+
+def positive_hint(hints: LayoutHints, key: str) -> int:
+    """A hint that counts something.
+
+    Raises:
+        ValueError: It is missing, or no positive integer.
+    """
+    try:
+        value = operator.index(hints[key])
+    except KeyError:
+        raise ValueError(f"the shape alone does not tell the layout; pass the layout hint {key!r}") from None
+    except TypeError:
+        raise ValueError(f"layout hint {key!r} is {hints[key]!r}; it must be a positive integer") from None
+    if value < 1:
+        raise ValueError(f"layout hint {key!r} is {value}; it must be a positive integer")
+    return value
