@@ -36,17 +36,17 @@ def parse_nbytes(text: str) -> int:
     return int(nbytes)
 
 
-def checked_seconds(name: str, seconds: Any) -> float:
+def checked_seconds(name: str, seconds: Any, *, is_zero_allowed: bool = False) -> float:
     """A time that can be waited for; ``name`` is what an error calls it.
 
     Raises:
         ValueError: No number, not positive, or more than a clock can hold.
     """
     is_number = not isinstance(seconds, bool) and isinstance(seconds, Real)
-    value = float(seconds) if is_number else 0.0
-    if not 0 < value <= MAX_SECONDS:
-        raise ValueError(f"{name} is {seconds!r}; give a positive number of seconds, at most {MAX_SECONDS:.0f}")
-    return value
+    if not is_number or not 0 <= seconds <= MAX_SECONDS or not (seconds or is_zero_allowed):
+        least = "from 0 on" if is_zero_allowed else "above 0"
+        raise ValueError(f"{name} is {seconds!r}; give a number of seconds {least}, at most {MAX_SECONDS:.0f}")
+    return float(seconds)
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -229,17 +229,20 @@ def _describe(array: Array, *, migrate: bool) -> ShmArrayWrapper | None:
     if not isinstance(array, np.ndarray):
         raise TypeError(f"expected a NumPy array, not {type(array).__name__}")
     dtype = as_dtype(array.dtype)
-    spec = ArraySpec.of(array)
+    try:
+        spec = ArraySpec.of(array)
+        permuted = attempt_permute_to_contiguous_view(spec) if spec.shape else spec
+    except ValueError as error:
+        raise ValueError(f"{error} (kvshm.share(array) does that)") from None
     if 0 in array.shape:
         # NumPy gives fresh arrays without elements strides of 0; others keep theirs.
         stride = spec.stride if any(spec.stride) else dense_strides(spec.shape)
         return ShmArrayWrapper("", 0, dtype, spec.shape, stride, 0)
-    permuted = attempt_permute_to_contiguous_view(spec)
-    home = home_of(array)
+    home = home_of(array, keep=True)
     if home is None:
         if not migrate:
             return None
-        home = move_to_segment(attempt_permute_to_contiguous_view(array))
+        home = move_to_segment(array)
     offset, rest = divmod(address_of(array) - home.address, dtype.itemsize)
     if rest or offset < 0:
         raise ValueError(
@@ -282,6 +285,8 @@ def migrate_to_shm_and_wrap(array: Array) -> ShmArrayWrapper:
 
 def is_shared(array: Array) -> bool:
     """Whether an array lies in a kvshm segment: then other processes can see it, and writing to it."""
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"expected a NumPy array, not {type(array).__name__}")
     try:
         return array.size > 0 and home_of(array) is not None
     except ValueError:  # some of it does
@@ -292,7 +297,7 @@ def share(array: Array) -> Array:
     """``array`` itself if it lies in a segment and :func:`wrap` takes it; else a copy that does.
 
     Raises:
-        ValueError: Its dtype has no name on the wire, or its rank is 0.
+        ValueError: Its dtype has no name on the wire.
         OSError: No room for the copy.
     """
     try:
@@ -300,8 +305,6 @@ def share(array: Array) -> Array:
             return array
     except ValueError:
         pass  # NumPy can copy more than a descriptor can say
-    if not array.shape:
-        raise ValueError("an array of rank 0 cannot be shared; give it an axis: array.reshape(1)")
     copy = empty(array.shape, array.dtype)
     copy[...] = array
     return copy

@@ -47,6 +47,7 @@ __all__ = [
     "current_process",
     "end_lending",
     "lend",
+    "mapping_at",
     "table_lock",
     "unlink_owned",
 ]
@@ -119,6 +120,15 @@ class _Table:
             mapping = reference()
             if mapping is not None and mapping.readonly == readonly and mapping.nbytes >= nbytes:
                 return mapping
+        return None
+
+    def at(self, start: int, end: int) -> Mapping | None:
+        """A live mapping that has all these addresses."""
+        for references in list(self.mappings.values()):
+            for reference in references:
+                mapping = reference()
+                if mapping is not None and mapping.address <= start and end <= mapping.address + mapping.nbytes:
+                    return mapping
         return None
 
     def is_mapped(self, key: Key) -> bool:
@@ -221,6 +231,11 @@ def create_mapping(nbytes: int, name: str | None, mode: int, *, reserve: bool) -
         raise
     finally:
         os.close(fd)
+
+
+def mapping_at(start: int, end: int) -> Mapping | None:
+    """The live mapping of a segment that has all addresses from ``start`` to ``end``."""
+    return _table.at(start, end)
 
 
 def current_process() -> object:

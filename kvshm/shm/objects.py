@@ -67,8 +67,10 @@ def posix_name(name: str) -> str:
     """``name`` with its leading slash.
 
     Raises:
-        ValueError: It is no name for a segment.
+        TypeError, ValueError: It is no name for a segment.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a segment must be a string, not {name!r}")
     full = name if name.startswith("/") else f"/{name}"
     if not is_posix_name(full):
         raise ValueError(

@@ -27,6 +27,7 @@ from kvshm.shm.mappings import (
 )
 from kvshm.shm.objects import SHM_NAME_PREFIX, SegmentInfo, list_segments, posix_name, sweep
 from kvshm.spec import ArraySpec, dense_strides
+from kvshm.units import checked_seconds
 
 __all__ = ["SHM_NAME_PREFIX", "HugePages", "Segment", "SegmentInfo", "Shape", "as_shape", "list_segments", "sweep"]
 
@@ -100,13 +101,14 @@ class Segment:
             name: With or without the leading slash.
             nbytes: How many bytes of it are meant (there may be more); None means all.
             readonly: Map without the right to write; arrays are not writeable.
-            timeout_s: How long to wait for a segment that is still being made.
+            timeout_s: How long to wait for a segment that is still being made; 0 does not wait.
 
         Raises:
             FileNotFoundError: No such segment.
             PermissionError, TimeoutError, OSError: As their text says.
-            ValueError: It is smaller than ``nbytes``, or the name is none.
+            ValueError, TypeError: It is smaller than ``nbytes``, the name is invalid, or the time is no time.
         """
+        timeout_s = checked_seconds("timeout_s", timeout_s, is_zero_allowed=True)
         nbytes = None if nbytes is None else operator.index(nbytes)
         if nbytes is not None and nbytes < 1:
             raise ValueError(f"nbytes must be at least 1 or None, not {nbytes}")

@@ -110,32 +110,133 @@ def test_contiguous_after_a_permute() -> None:
     assert wrapper.to_array().tobytes() == content
 
 
-def test_parts_of_one_memory_each_have_their_segment_and_the_whole_has_none() -> None:
-    flat = private_pages(5)
-    first, second = migrate_to_shm_and_wrap(flat[:PAGE]), migrate_to_shm_and_wrap(flat[2 * PAGE : 4 * PAGE])
-    assert first.shm_name != second.shm_name
-    assert (first.nbytes, second.nbytes) == (PAGE, 2 * PAGE)
-    before = flat.copy()
-    for larger in (flat, flat[PAGE : 3 * PAGE], flat[10 : PAGE + 10]):
+OWNERS: dict[str, Callable[[int], Any]] = {
+    "mmap": lambda size: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    "array": lambda size: np.zeros(size, np.uint8),
+    "bytearray": bytearray,
+    "ctypes": lambda size: (ctypes.c_uint8 * size)(),
+}
+
+
+@pytest.mark.parametrize("owner", list(OWNERS))
+def test_parts_of_one_memory_share_one_segment(owner: str) -> None:
+    """Wherever they begin and end, and whichever comes first."""
+    memory = OWNERS[owner](9 * PAGE)
+    flat = memory if isinstance(memory, np.ndarray) else np.frombuffer(memory, np.uint8)
+    content = fill(flat)
+    first = -flat.ctypes.data % PAGE  # the first whole page
+    end = first + (9 * PAGE - first) // PAGE * PAGE
+    parts = [
+        flat[first + 3 * PAGE + 10 : first + 5 * PAGE + 7],
+        flat[first + 1 : first + 2],
+        flat[first : first + PAGE],
+        flat[first + PAGE // 2 : first + 4 * PAGE],
+        flat[first : first + 6 * PAGE].reshape(6, 4, -1)[:, 1:2],
+        flat[first:end],
+    ]
+    before = created()
+    for part in parts:
+        assert not kvshm.is_shared(part)
+    wrappers = [kvshm.wrap(part) for part in parts]
+    assert len(created() - before) == 1
+    for wrapper, part in zip(wrappers, parts, strict=True):
+        assert wrapper.nbytes == end - first
+        assert wrapper.storage_offset == part.ctypes.data - flat.ctypes.data - first
+        assert np.array_equal(wrapper.to_array(), part)
+        assert kvshm.is_shared(part)
+        part.reshape(-1)[0] ^= 255
+        assert wrapper.to_array().reshape(-1)[0] == part.reshape(-1)[0]
+        part.reshape(-1)[0] ^= 255
+    assert flat.tobytes() == content
+
+
+def test_a_whole_mmap_has_its_last_page_too() -> None:
+    memory = mmap.mmap(-1, 2 * PAGE + 100, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flat = np.frombuffer(memory, np.uint8)
+    content = fill(flat)
+    wrapper = kvshm.wrap(flat[2 * PAGE + 5 :])
+    assert (wrapper.nbytes, wrapper.storage_offset, wrapper.shape) == (3 * PAGE, 2 * PAGE + 5, (95,))
+    assert kvshm.wrap(flat).shm_name == wrapper.shm_name
+    assert flat.tobytes() == content
+
+
+def test_what_is_not_whole_pages_of_its_owner_stays() -> None:
+    """Its neighbours on that page are strangers."""
+    flat = np.zeros(9 * PAGE, np.uint8)
+    first = -flat.ctypes.data % PAGE
+    assert first, "an allocator keeps its own data before the array"
+    for part in (flat, flat[: first + 1], flat[first - 1 :], flat[-1:]):
+        with pytest.raises(ValueError, match=r"only whole pages of \d+ bytes can be moved.*kvshm\.share"):
+            kvshm.wrap(part)
+        assert not kvshm.is_shared(part)
+    kvshm.wrap(flat[first : first + 1])
+    for part in (flat, flat[first - 1 : first + 1]):
         with pytest.raises(ValueError, match=r"were moved into segment .* before, the rest was not"):
-            migrate_to_shm_and_wrap(larger)
-        with pytest.raises(ValueError, match="were moved into segment"):
-            kvshm.wrap(larger)
-        assert not kvshm.is_shared(larger)
-        assert np.array_equal(kvshm.share(larger), larger)
-    assert np.array_equal(flat, before)
+            kvshm.wrap(part)
+        assert not kvshm.is_shared(part)
+        assert np.array_equal(kvshm.share(part), part)
+
+
+def test_owners_of_parts_of_the_same_memory() -> None:
+    """A runtime's arrays each have an owner of their own, which knows no more than that array."""
+    address = pages.map_private(9 * PAGE)
+
+    def part(start: int, stop: int) -> np.ndarray[Any, Any]:
+        size = (stop - start) * PAGE
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address + start * PAGE))
+
+    middle = part(3, 5)
+    content = fill(middle)
+    name = kvshm.wrap(middle).shm_name
+    again = part(3, 4)
+    assert kvshm.wrap(again).shm_name == name
+    with pytest.raises(ValueError, match="were moved into segment"):
+        kvshm.wrap(part(2, 5))
+    whole = part(0, 9)
+    left, right = whole[: 3 * PAGE], whole[6 * PAGE :]
+    assert (kvshm.wrap(left).nbytes, kvshm.wrap(right).nbytes) == (3 * PAGE, 4 * PAGE)
+    with pytest.raises(ValueError, match="were moved into segment"):
+        kvshm.wrap(whole)
+    assert middle.tobytes() == content
+    del middle, whole, left, right
+    gc.collect()
+    assert exists(name), "the other array of these pages was described too"
+    assert kvshm.is_shared(again)
+    del again
+    gc.collect()
+    assert not exists(name)
+    assert ctypes.string_at(address + 3 * PAGE, 2 * PAGE) == content
+    pages.unmap(address, 9 * PAGE)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_arrays_that_a_runtime_hands_back_keep_what_was_moved(wraps: bool) -> None:
+    """Their owners are objects of the runtime, which hold the memory."""
+    array = private_pages(3).view("float32")
+    content = fill(array)
+    name = kvshm.wrap(array).shm_name
+    back = np.from_dlpack(array[5:])
+    assert kvshm.is_shared(back)
+    if wraps:
+        wrapper = kvshm.wrap(back)
+        assert (wrapper.shm_name, wrapper.storage_offset) == (name, 5)
+    del array
+    gc.collect()
+    assert kvshm.is_shared(back)
+    assert back.tobytes() == content[20:]
+    view = back[3:]
+    del back
+    gc.collect()
+    assert kvshm.wrap(view).storage_offset == 8
+    del view
+    gc.collect()
+    gc.collect()
+    assert not exists(name)
 
 
 @pytest.mark.parametrize("owner", ["mmap", "array", "bytearray", "ctypes"])
 def test_given_back_private_at_the_first_collection_after_the_last_user(owner: str) -> None:
-    size = 9 * PAGE
-    make: dict[str, Callable[[], Any]] = {
-        "mmap": lambda: mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-        "array": lambda: np.zeros(size, np.uint8),
-        "bytearray": lambda: bytearray(size),
-        "ctypes": ctypes.c_uint8 * size,
-    }
-    keep = make[owner]()
+    keep = OWNERS[owner](9 * PAGE)
     array = aligned(np.frombuffer(keep, np.uint8) if owner != "array" else keep, 8)
     wrapper = migrate_to_shm_and_wrap(array)
     del keep
@@ -207,11 +308,32 @@ def test_addresses_are_used_again() -> None:
         names.add(migrate_to_shm_and_wrap(array).shm_name)
         gc.collect()
         other = np.ctypeslib.as_array((ctypes.c_uint8 * 100).from_address(address + 5))
-        assert not kvshm.is_shared(other), "known by its address alone"
+        assert kvshm.is_shared(other)
         del array
         gc.collect()
+        assert not kvshm.is_shared(other), "it was never described, and nobody else holds the pages"
     assert len(names) == 3
     pages.unmap(address, PAGE)
+
+
+def test_what_the_kernel_says_counts() -> None:
+    """Memory that was moved, and then unmapped behind everybody's back: those addresses are somebody else's."""
+    address = pages.map_private(2 * PAGE)
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * (2 * PAGE)).from_address(address))
+    name = migrate_to_shm_and_wrap(array).shm_name
+    pages.map_private(PAGE, address=address)
+    first, second = (
+        np.ctypeslib.as_array((ctypes.c_uint8 * PAGE).from_address(address + start)) for start in (0, PAGE)
+    )
+    assert not kvshm.is_shared(first)
+    assert kvshm.is_shared(second)
+    assert kvshm.wrap(second).storage_offset == PAGE
+    assert kvshm.wrap(first).shm_name != name
+    assert kvshm.is_shared(first)
+    del array, first, second
+    gc.collect()
+    assert not exists(name)
+    pages.unmap(address, 2 * PAGE)
 
 
 def test_a_bytearray_cannot_grow_away_while_it_is_shared() -> None:
@@ -227,10 +349,8 @@ def test_a_bytearray_cannot_grow_away_while_it_is_shared() -> None:
 
 
 def refusals(tmp_path: Path) -> Iterator[tuple[np.ndarray[Any, Any], str]]:
-    yield private_pages(1)[:-1], "only whole pages"
-    yield private_pages(2)[1 : PAGE + 1], "only whole pages"
+    yield np.zeros(3 * PAGE, np.uint8), "only whole pages"
     yield private_pages(1).reshape(16, -1)[:, ::2], "only the first axis|allows none"
-    yield private_pages(2).reshape(2, 4, -1)[:, 1:2], "gaps|only whole pages"
     readonly = private_pages(1)
     readonly.flags.writeable = False
     yield readonly, "it is read-only"

@@ -374,6 +374,23 @@ def test_numbers_that_no_segment_can_have_are_refused(segment_name: str) -> None
         Segment.attach(segment_name, 1.5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", [5, None, b"/kvshm_x", ["x"]])
+def test_names_are_strings(name: Any) -> None:
+    with pytest.raises(TypeError, match="the name of a segment must be a string"):
+        Segment.attach(name)
+    if name is not None:  # then it is a random one
+        with pytest.raises(TypeError, match="the name of a segment must be a string"):
+            Segment.create(7, name)
+        with pytest.raises(TypeError, match="the name of a segment must be a string"):
+            kvshm.empty((7,), "uint8", name=name)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1, "1", None])
+def test_times_that_cannot_be_waited_for(segment_name: str, timeout_s: Any) -> None:
+    with Segment.create(7, segment_name), pytest.raises(ValueError, match="timeout_s is"):
+        Segment.attach(segment_name, timeout_s=timeout_s)
+
+
 def test_a_directory_is_no_segment(segment_name: str) -> None:
     os.mkdir(f"/dev/shm{segment_name}")
     try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
 import pytest
 
-from kvshm.units import format_nbytes, format_seconds, parse_nbytes
+from kvshm.units import checked_seconds, format_nbytes, format_seconds, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -62,3 +66,22 @@ def test_times_are_written() -> None:
         "1.00 s",
         "71.24 s",
     ]
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1, 2.5, np.float32(3), Fraction(1, 3), 1e8])
+def test_times_that_can_be_waited_for(seconds: Any) -> None:
+    assert checked_seconds("timeout_s", seconds) == float(seconds)
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, 0.0, -1, 1e8 + 1, 10**400, float("inf"), float("nan"), "1", None, True, 1j, [1]]
+)
+def test_times_that_cannot(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"timeout_s is .*; give a number of seconds above 0, at most 100000000"):
+        checked_seconds("timeout_s", seconds)
+
+
+def test_no_time_at_all() -> None:
+    assert checked_seconds("timeout_s", 0, is_zero_allowed=True) == 0.0
+    with pytest.raises(ValueError, match="from 0 on"):
+        checked_seconds("timeout_s", -1e-9, is_zero_allowed=True)

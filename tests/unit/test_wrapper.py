@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import kvshm
 from kvshm import ShmArrayWrapper, WireError
 from kvshm.dtypes import DTYPES
+from kvshm.shm import pages
 from tests.support.memory import PAGE, created, exists, fill, num_mappings
 
 FIELDS: dict[str, Any] = {
@@ -152,10 +155,11 @@ def test_views_that_cannot_travel() -> None:
         (pool[:, ::2], "only the first axis may be padded"),
         (pool[:, :, 0], "rank 2 allows none"),
         (np.broadcast_to(pool[0, 0], (4, 3)), "overlap|gaps"),
-        (pool[0, 0, 0:1].reshape(()), "rank 0"),
+        (pool[:, 0, 0], "rank 1 allows none"),
     ):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=rf"({text}).*kvshm\.share\(array\)"):
             kvshm.wrap(view)
+        assert np.array_equal(kvshm.wrap(kvshm.share(view)).to_array(), view)
     odd = pool.reshape(-1).view(np.uint8)[1:9].view(np.int32)
     with pytest.raises(ValueError, match=r"begins 1 bytes into .* no whole number of items of int32"):
         kvshm.wrap(odd)
@@ -186,8 +190,76 @@ def test_share_copies_only_what_is_not_shared() -> None:
     assert kvshm.share(gappy) is not gappy
     assert np.array_equal(kvshm.share(gappy), gappy)
     assert type(kvshm.share(np.ma.masked_array(plain))) is np.ndarray
-    with pytest.raises(ValueError, match="rank 0 cannot be shared"):
-        kvshm.share(np.array(3.0))
+
+
+def test_a_scalar_is_an_array() -> None:
+    for scalar in (kvshm.share(np.array(3.0)), kvshm.empty((), "float64"), kvshm.empty((7, 5), "float64")[2, 3, ...]):
+        assert kvshm.is_shared(scalar)
+        assert kvshm.share(scalar) is scalar
+        scalar[()] = 5.5
+        wrapper = kvshm.ShmArrayWrapper.from_bytes(kvshm.wrap(scalar).to_bytes())
+        assert (wrapper.shape, wrapper.stride) == ((), ())
+        mapped = wrapper.to_array()
+        assert (mapped.shape, float(mapped)) == ((), 5.5)
+        mapped[()] = 6
+        assert scalar == 6
+    assert kvshm.wrap(kvshm.empty((7, 5), "float64")[2, 3, ...]).storage_offset == 13
+
+
+class Runtime:
+    """Hands arrays out over memory that it was given, as runtimes do, and keeps that memory in a way of its own."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.given = array
+        self.__array_interface__ = array.__array_interface__
+
+
+# What comes back of an array: views that NumPy makes in other ways, and those of a runtime.
+COMES_BACK: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    "dlpack": np.from_dlpack,
+    "memoryview": lambda array: np.asarray(array.data),
+    "frombuffer": lambda array: np.frombuffer(array, array.dtype).reshape(array.shape),
+    "as_strided": lambda array: np.lib.stride_tricks.as_strided(array, array.shape, array.strides),
+    "sliding_window_view": lambda array: np.lib.stride_tricks.sliding_window_view(
+        array, (array.shape[0],), axis=0, writeable=True
+    )[0].transpose(2, 0, 1),
+    "interface": lambda array: np.asarray(Runtime(array)),
+    "ctypes": lambda array: np.ctypeslib.as_array(
+        ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float)), array.shape
+    ),
+}
+
+
+def test_what_comes_back_by_any_way_is_shared() -> None:
+    array = kvshm.empty((7, 5, 3), "float32")
+    array[...] = np.arange(105).reshape(7, 5, 3)
+    for way, back in COMES_BACK.items():
+        for view in (array, array[2:5], array[:, 1:3], array[1:6].transpose(1, 0, 2)):
+            if not view.flags.c_contiguous and way in ("frombuffer", "sliding_window_view", "ctypes"):
+                continue
+            other = back(view)
+            assert np.array_equal(other, view), way
+            assert kvshm.is_shared(other), way
+            assert kvshm.wrap(other) == kvshm.wrap(view), way
+            assert kvshm.share(other) is other, way
+
+
+def test_what_only_begins_in_a_segment_is_not_shared() -> None:
+    """Addresses of other memory that follows."""
+    array = kvshm.empty((PAGE // 4,), "float32")
+    beyond = np.ctypeslib.as_array(ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float)), (PAGE // 4 + 1,))
+    assert not kvshm.is_shared(beyond)
+
+
+def test_memory_of_a_segment_that_went_is_not_shared() -> None:
+    array = kvshm.empty((PAGE,), "uint8")
+    address = array.ctypes.data
+    del array
+    taken = pages.map_private(PAGE, address=address)
+    other = np.ctypeslib.as_array(ctypes.cast(taken, ctypes.POINTER(ctypes.c_uint8)), (PAGE,))
+    assert not kvshm.is_shared(other)
+    del other
+    pages.unmap(taken, PAGE)
 
 
 def test_what_is_not_in_shared_memory_is_refused_with_a_way_out() -> None:
@@ -196,6 +268,8 @@ def test_what_is_not_in_shared_memory_is_refused_with_a_way_out() -> None:
         kvshm.wrap(plain)
     with pytest.raises(TypeError, match="expected a NumPy array, not list"):
         kvshm.wrap([1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a NumPy array, not NoneType"):
+        kvshm.is_shared(None)  # type: ignore[arg-type]
 
 
 def test_is_shared_tells_copies_from_views() -> None:

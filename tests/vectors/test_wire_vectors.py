@@ -131,8 +131,8 @@ def test_wrap(case: dict[str, Any]) -> None:
     for leaf, output in zip(caches, case["output"], strict=True):
         spec = ArraySpec(tuple(leaf["shape"]), tuple(leaf["stride"]), leaf["offset"], dtype_from_name(leaf["dtype"]))
         array = spec.view(segments[leaf["storage"]])
-        if not array.shape or "padded rows" in case["why"]:
-            with pytest.raises(ValueError, match=r"rank 0|only the first axis may be padded"):
+        if "padded rows" in case["why"]:
+            with pytest.raises(ValueError, match=r"only the first axis may be padded.*kvshm\.share"):
                 kvshm.wrap(array)
             continue
         wrapper = kvshm.wrap(array)
