@@ -116,13 +116,13 @@ class _Session:
         key = self._key(tokens, new_id() if request_id is None else request_id, None)
         found = self._find(key)
         if not found:
-            if request_id is None:
-                self._link.end_session(key.request_id)
+            self._link.end_session(key.request_id)
             return 0
-        if request_id is None:
+        is_shared = request_id is not None
+        if not is_shared:
             self._free_others(key)
         end = found * self.info.chunk_size
-        self._remember(_Lookup(key.request_id, hashes[:found], tokens[:end].copy(), request_id is not None))
+        self._remember(_Lookup(key.request_id, hashes[:found], tokens[:end].copy(), is_shared))
         return found
 
     def retrieve(self, tokens: Tokens, ids: BlockIds, skip_first_n_tokens: int, request_id: str | None) -> bool:
@@ -143,7 +143,7 @@ class _Session:
         is_done = self._copy_out(self._cut(key, 0, ids.num_chunks), ids, skip_first_n_tokens)
         if found > ids.num_chunks:
             self._link.free_lookup_locks(self._cut(key, ids.num_chunks, found, whole=True))
-        if lookup is None or not lookup.is_shared:
+        if lookup is None or self._is_alone_in(lookup):
             self._link.end_session(key.request_id)
         if is_found_by_other and request_id is not None:
             self._use_share(tokens, request_id)
@@ -305,8 +305,12 @@ class _Session:
             if self._lookups.pop(lookup.request_id, None) is None:
                 return
         self._link.free_lookup_locks(self._key(lookup.tokens, lookup.request_id, self._identity.worker_id))
-        if not lookup.is_shared:
+        if self._is_alone_in(lookup):
             self._link.end_session(lookup.request_id)
+
+    def _is_alone_in(self, lookup: _Lookup) -> bool:
+        """Whether no other worker needs the server's record of the request. Else the server drops it in time."""
+        return not lookup.is_shared or self._identity.world_size == 1
 
 
 class ServerDriven(_Session):

@@ -167,8 +167,12 @@ def nothing_left_held(server: Server) -> Iterator[None]:
     """In the end a real LMCache server holds nothing that it did not hold before."""
     before = Held.by(server)
     yield
-    # Some locks go a moment after the answer.
-    wait_until(lambda: Held.by(server) == before, f"letting go ({Held.by(server)}, but {before} before)")
+    wait_until_held(server, before)
+
+
+def wait_until_held(server: Server, expected: Held) -> None:
+    """Some locks go a moment after the answer."""
+    wait_until(lambda: Held.by(server) == expected, f"holding {expected} (now {Held.by(server)})")
 
 
 NHD = Layout("NHD", (Layer((2, 97, 16, 5, 7), "bfloat16", 1),) * 3)

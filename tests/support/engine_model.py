@@ -23,7 +23,7 @@ from kvshm.layout import EngineGroupInfo
 
 __all__ = ["Cached", "EngineSpec", "Group", "ModelEngine", "World", "engine_specs", "prompts", "worlds"]
 
-NUM_BLOCKS = 31
+NUM_BLOCKS = 83
 GARBAGE = 10**6  # an id of no block, for blocks that do not move
 
 Bytes = NDArray[np.uint8]
