@@ -270,10 +270,11 @@ def wrap(array: Array) -> ShmArrayWrapper:
 def migrate_to_shm_and_wrap(array: Array) -> ShmArrayWrapper:
     """Move an array's memory into a segment under the same addresses, and describe it.
 
-    The array, all its views and every raw pointer to it see shared pages afterwards. It must be page-aligned whole
-    pages of ordinary writable memory, contiguous after a permute. Memory of a file is refused, memory that is shared
-    in another way too, and memory of which a part was moved before. Nobody may write to it meanwhile. The pages are
-    private again, and then released, at the first garbage collection after the last user has gone. What is in a
+    All whole pages of the memory that the array's owner holds move at once: the array, all views of that memory and
+    every raw pointer into it see shared pages afterwards, and what else is wrapped in there lies in the same segment.
+    It must be ordinary writable memory, and the array must lie in its whole pages and be contiguous after a permute.
+    Memory of a file is refused, and memory that is shared in another way. Nobody may write to it meanwhile. The pages
+    are private again, and then released, at the first garbage collection after the last user has gone. What is in a
     segment already, or a view of it, is only described.
 
     Raises:

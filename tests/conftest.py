@@ -23,6 +23,12 @@ hypothesis.settings.register_profile("kvshm", deadline=None)  # shared machines 
 hypothesis.settings.load_profile("kvshm")
 
 
+def pytest_collection_finish() -> None:
+    """Keep what all tests share out of the many collections that tests ask for: most of their time goes there."""
+    gc.collect()
+    gc.freeze()
+
+
 def _orphans() -> set[str]:
     return {segment.name for segment in kvshm.list_segments() if not segment.in_use}
 

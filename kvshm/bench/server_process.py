@@ -77,7 +77,7 @@ def measure(
         arrays = empty_many([shape] * geometry.num_layers, ["bfloat16"] * geometry.num_layers)
         for array in arrays:
             array.view(np.uint16)[...] = 1  # touches every page
-        with client.register(arrays, "bench", layout_hints={"kv_layout": "NHD"}) as engine:
+        with client.register(arrays, "bench", layout_hints={"kv_layout": "NHD"}, null_block_id=None) as engine:
             for num_tokens in token_counts:
                 if num_tokens <= geometry.num_tokens:
                     results += _copies(engine, geometry, num_tokens, rounds)
