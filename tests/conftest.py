@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support, however
 import kvshm
 from kvshm.shm import mappings
 from tests.support.memory import exists
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so do its children
 
 hypothesis.settings.register_profile("kvshm", deadline=None)  # shared machines pause at any time
 hypothesis.settings.load_profile("kvshm")
