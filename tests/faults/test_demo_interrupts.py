@@ -69,7 +69,7 @@ def _run(tmp_path: Path, moment: str, count: int, signum: int, target: str) -> t
     run_id = secrets.token_hex(4)
     prompt = tmp_path / "prompt.txt"
     prompt.write_bytes(bytes(range(150)))
-    driver = [sys.executable, "-c", DRIVER, moment, str(count), str(signum), target, run_id]
+    driver = [sys.executable, "-c", DRIVER, moment, str(count), str(int(signum)), target, run_id]
     demo = ["demo", "--prompt", str(prompt), "--tokens", "3", "--chunk-size", "32"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
