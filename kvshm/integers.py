@@ -25,6 +25,8 @@ def int64_array(values: Ints, name: str) -> NDArray[np.int64]:
             integers here.
     """
     given: Any = values
+    if np.ma.isMaskedArray(given):
+        raise ValueError(f"{name} is a masked array, in which entries may be missing; give a plain array of integers")
     if isinstance(given, np.ndarray):
         return _of_array(given, name)
     # Bytes are a sequence of integers, but they are rather the bytes of an array, whose integers are others.

@@ -220,10 +220,12 @@ def _checked_groups(
 
 
 def _checked_null_block(null_block_id: Any) -> int | Literal["server"] | None:
-    if null_block_id is None or null_block_id == "server":
-        return null_block_id if null_block_id is None else "server"
+    if null_block_id is None:
+        return None
+    if isinstance(null_block_id, str) and null_block_id == "server":
+        return "server"
     try:
-        block = operator.index(null_block_id)
+        block = None if isinstance(null_block_id, bool) else operator.index(null_block_id)
     except TypeError:
         block = None
     if block is None or not -(2**63) < block < 2**63:
