@@ -233,6 +233,8 @@ def _lists(block_ids: Any, num_groups: int) -> Any:
         raise ValueError(
             f"block_ids holds {len(lists)} lists, but there is one engine group; give its block ids as one flat list"
         )
+    if len(lists) > num_groups:
+        raise ValueError(f"block_ids holds {len(lists)} lists; give one per engine group, {num_groups} of them")
     return lists
 
 

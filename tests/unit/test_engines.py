@@ -644,3 +644,16 @@ def test_null_blocks_that_are_no_block_ids(null_block_id: Any) -> None:
 def test_masked_arrays_are_no_token_ids() -> None:
     with pytest.raises(ValueError, match="token_ids is a masked array"):
         int64_array(np.ma.array([1, 2], mask=[False, True]), "token_ids")
+
+
+def test_more_lists_than_engine_groups() -> None:
+    infos = [EngineGroupInfo(0, (0,), 1), EngineGroupInfo(1, (1,), 1)]
+    arrays = [kvshm.zeros((2, 5, 1, 2, 1), "uint8") for _ in infos]
+    with (
+        kvshm.CacheServer("tcp://127.0.0.1:0", capacity=1 << 20, chunk_size=2) as server,
+        CacheClient(server.endpoint) as client,
+    ):
+        engine = client.register(arrays, "m", layout_hints={"kv_layout": "NHD"}, engine_group_infos=infos)
+        with pytest.raises(ValueError, match="block_ids holds 3 lists; give one per engine group, 2 of them"):
+            engine.store([1, 2], [[1, 2], [1, 2], [1, 2]])
+        assert engine.lookup([1, 2]) == 0
