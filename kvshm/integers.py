@@ -25,12 +25,9 @@ def int64_array(values: Ints, name: str) -> NDArray[np.int64]:
             integers here.
     """
     given: Any = values
-    if np.ma.isMaskedArray(given):
-        raise ValueError(f"{name} is a masked array, in which entries may be missing; give a plain array of integers")
     if isinstance(given, np.ndarray):
         return _of_array(given, name)
-    # Bytes are a sequence of integers, but they are rather the bytes of an array, whose integers are others.
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray):
+    if isinstance(given, Sequence) and not isinstance(given, str) and not _is_bytes(given):
         return _of_sequence(given, name)
     if not any(hasattr(given, protocol) for protocol in ("__array__", "__array_interface__")):
         raise ValueError(
@@ -43,7 +40,16 @@ def int64_array(values: Ints, name: str) -> NDArray[np.int64]:
         raise ValueError(f"{name} ({type(given).__name__}) cannot be read as an array of integers: {error}") from None
 
 
+def _is_bytes(given: Any) -> bool:
+    """Bytes are a sequence of integers, but they are rather the bytes of an array, whose integers are others."""
+    if isinstance(given, memoryview):
+        return given.format in ("B", "b", "c") and isinstance(given.obj, bytes | bytearray)
+    return isinstance(given, bytes | bytearray)
+
+
 def _of_array(values: NDArray[Any], name: str) -> NDArray[np.int64]:
+    if isinstance(values, np.ma.MaskedArray):
+        raise ValueError(f"{name} is a masked array, in which entries may be missing; give a plain array of integers")
     if values.ndim != 1 or (values.dtype.kind not in "iu" and values.size):
         raise ValueError(
             f"{name} is an array of shape {values.shape} and dtype {values.dtype}; "

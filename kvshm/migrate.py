@@ -69,9 +69,8 @@ class _Moved:
         self.address = address
         self.nbytes = nbytes
         self.owner = _Owner(owner)
-        self.guests: list[
-            _Owner
-        ] = []  # owners of other arrays over the same memory, which hold it in ways of their own
+        # Owners of other arrays over the same memory, which hold it in ways of their own.
+        self.guests: list[_Owner] = []
         self.lent: weakref.ref[mappings.Mapping] | None = None
         self.is_given_back = False
 

@@ -43,7 +43,7 @@ class CacheClient(PlainOperations):
         raises: Engines raise what goes wrong with the server instead of missing.
 
     Raises:
-        ValueError: The url is none, or a time is none that a clock can hold.
+        ValueError: The url is invalid, or a time is not finite and positive.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CacheClient(PlainOperations):
         heartbeat_s: float = 5.0,
         raises: bool = False,
     ) -> None:
-        if not isinstance(url, str) or not url.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"url {url!r} is none; give tcp://HOST:PORT or ipc://PATH")
+        if not isinstance(url, str) or not url.isprintable() or not url.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"invalid url {url!r}: expected tcp://HOST:PORT or ipc://PATH")
         timeout_s = checked_seconds("timeout_s", timeout_s)
         connect_timeout_s = checked_seconds("connect_timeout_s", connect_timeout_s)
         heartbeat_s = checked_seconds("heartbeat_s", heartbeat_s)

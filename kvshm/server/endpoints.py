@@ -21,7 +21,7 @@ def checked_endpoint(endpoint: str, allow_remote: bool) -> str:
     """An endpoint that a server may bind.
 
     Raises:
-        ValueError: It is none, or other hosts could reach it and ``allow_remote`` is false.
+        ValueError: It is invalid, or other hosts could reach it and ``allow_remote`` is false.
     """
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
@@ -33,7 +33,7 @@ def checked_endpoint(endpoint: str, allow_remote: bool) -> str:
         return endpoint
     host, _, port = address.rpartition(":")
     if scheme != "tcp" or not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"endpoint {endpoint!r} is none; give tcp://127.0.0.1:PORT or ipc://PATH")
+        raise ValueError(f"invalid endpoint {endpoint!r}: expected tcp://127.0.0.1:PORT or ipc://PATH")
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ValueError(f"endpoint {endpoint!r} needs brackets: tcp://[{host}]:{port}")
     if host == "localhost":

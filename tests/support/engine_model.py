@@ -133,7 +133,7 @@ class Cached:
 
 
 def needed(window: int, num_chunks: int) -> range:
-    """Chunks that a retrieve of so many reads."""
+    """Chunks that a retrieve of ``num_chunks`` reads."""
     return range(0 if window < 0 else max(0, num_chunks - window), num_chunks)
 
 
@@ -321,7 +321,7 @@ class ModelEngine:
         return lambda group: [token for chunk in range(num_chunks) for token in self.kept_tokens(group, chunk)]
 
     def check(self) -> None:
-        """All bytes are as in the copy, but for the null block, which holds anything."""
+        """All bytes are as in the copy, but for the null block, whose contents are undefined."""
         null = self.spec.null_block_id
         for view, expected in zip(self.views, self.expected, strict=True):
             if null is not None:

@@ -371,9 +371,9 @@ def test_a_plain_operation_raises_the_servers_reason(client: CacheClient) -> Non
         client.lookup(key_map(TOKENS, worker_id=None, num_kv_readers=0))
 
 
-@pytest.mark.parametrize("url", ["localhost:5555", "", "udp://127.0.0.1:1", None])
+@pytest.mark.parametrize("url", ["localhost:5555", "", "udp://127.0.0.1:1", "tcp://\ud800:1", None])
 def test_no_url(url: Any) -> None:
-    with pytest.raises(ValueError, match="give tcp://HOST:PORT or ipc://PATH"):
+    with pytest.raises(ValueError, match="expected tcp://HOST:PORT or ipc://PATH"):
         CacheClient(url)
 
 

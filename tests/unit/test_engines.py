@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import kvshm
 from kvshm import wire
 from kvshm.client.cache_client import CacheClient, CacheServerError
-from kvshm.integers import int64_array
 from kvshm.layout import EngineGroupInfo
 from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import NHD, RawClient, running_server
@@ -639,11 +638,6 @@ def test_null_blocks_that_are_no_block_ids(null_block_id: Any) -> None:
     with pytest.raises(ValueError, match=r"null_block_id is .*; give the id of a block"):
         client.register([np.zeros((2, 5, 1, 2, 1), np.uint8)], "m", null_block_id=null_block_id)
     client.close()
-
-
-def test_masked_arrays_are_no_token_ids() -> None:
-    with pytest.raises(ValueError, match="token_ids is a masked array"):
-        int64_array(np.ma.array([1, 2], mask=[False, True]), "token_ids")
 
 
 def test_more_lists_than_engine_groups() -> None:
