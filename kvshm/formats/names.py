@@ -64,25 +64,31 @@ class EngineKVFormat(IntEnum):
         axes = tuple(self.name.split("_X_")[-1].split("_"))
         return ("NB", "BS", "HS") if axes == ("NB", "BSV", "BSS") else axes
 
-    @property
+    @cached_property
     def is_cross_layer(self) -> bool:
         """One array holds all layers."""
         return not self.lists
 
-    @property
+    @cached_property
     def is_kv_list(self) -> bool:
         """A list of K layers and a list of V layers."""
         return self.lists[:1] == ("TWO",)
 
-    @property
+    @cached_property
     def is_layer_list(self) -> bool:
         """A list with one entry a layer."""
         return self.lists[:1] == ("NL",)
 
-    @property
+    @cached_property
     def is_kv_second_tuple(self) -> bool:
         """Each layer is itself a list of arrays."""
         return self.is_layer_list and len(self.lists) > 1
+
+    @cached_property
+    def _fixed_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Axes whose size the name says, and that size."""
+        sizes = {"TWO": 2, "ONE": 1}
+        return tuple((axis, sizes[name]) for axis, name in enumerate(self.axes) if name in sizes)
 
     @property
     def is_mla(self) -> bool:
@@ -135,8 +141,7 @@ class EngineKVFormat(IntEnum):
         >>> EngineKVFormat.NL_X_TWO_NB_BS_NH_HS.fits((2, 7, 4, 3, 8))
         True
         """
-        sizes = dict(zip(self.axes, shape, strict=False))
-        return len(shape) == len(self.axes) and sizes.get("TWO", 2) == 2 and sizes.get("ONE", 1) == 1
+        return len(shape) == len(self.axes) and all(shape[axis] == size for axis, size in self._fixed_sizes)
 
     def describe(self) -> str:
         """The shape in symbols.
