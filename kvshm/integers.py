@@ -1,7 +1,8 @@
-"""Integers as callers give them, as one array: checked where they come in, and trusted behind that."""
+"""Integers as callers give them, one or an array of them: checked where they come in, and trusted behind that."""
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -9,9 +10,26 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "int64_array"]
+__all__ = ["Ints", "checked_int", "int64_array"]
 
 Ints: TypeAlias = "Sequence[int] | NDArray[Any]"
+
+
+def checked_int(value: Any, name: str, expected: str = "an integer") -> int:
+    """One integer; ``name`` and ``expected`` are the words of an error.
+
+    >>> checked_int(np.int32(3), "world_size")
+    3
+
+    Raises:
+        ValueError: No integer; a boolean is no integer here.
+    """
+    try:
+        if not isinstance(value, bool | np.bool_):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"invalid {name}: expected {expected}, got {value!r}")
 
 
 def int64_array(values: Ints, name: str) -> NDArray[np.int64]:

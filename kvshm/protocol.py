@@ -11,7 +11,6 @@ have only a name (``kvshm_...``) and which LMCache's servers never see; in them 
 
 from __future__ import annotations
 
-import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.integers import Ints, int64_array
+from kvshm.integers import Ints, checked_int, int64_array
 from kvshm.layout import EngineGroupInfo, ObjectLayout
 from kvshm.wrapper import ShmArrayWrapper
 
@@ -105,13 +104,8 @@ class EngineIdentity:
     def __post_init__(self) -> None:
         checked_text("model_name", self.model_name)
         _checked_salt(self.cache_salt)
-        try:
-            object.__setattr__(self, "world_size", operator.index(self.world_size))
-            object.__setattr__(self, "worker_id", operator.index(self.worker_id))
-        except TypeError:
-            raise ValueError(
-                f"world_size {self.world_size!r} and worker_id {self.worker_id!r} must be integers"
-            ) from None
+        for name in ("world_size", "worker_id"):
+            object.__setattr__(self, name, checked_int(getattr(self, name), name))
         if not 1 <= self.world_size <= _MAX_WORKERS:
             raise ValueError(f"world_size is {self.world_size}; give 1 to {_MAX_WORKERS}")
         if not 0 <= self.worker_id < self.world_size:

@@ -9,7 +9,6 @@ context. Large calls are shared among a few threads, see :mod:`kvshm.threads`.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from kvshm.context import CPUCacheContext
 from kvshm.copying import Piece, RowOrder, Stack, choose_way, gather, plane_of, scatter, stacks_of
+from kvshm.integers import checked_int
 from kvshm.threads import Job, default_num_threads, run_jobs
 
 __all__ = ["BlockIds", "gather_chunks", "object_group_nbytes", "scatter_chunks"]
@@ -150,7 +150,7 @@ def scatter_chunks(
         IndexError: No such object group.
     """
     plan, manager = _plan(context, object_group_idx), context.kv_layer_groups_manager
-    skip = operator.index(skip_first_n_tokens)
+    skip = checked_int(skip_first_n_tokens, "skip_first_n_tokens")
     if skip < 0:
         raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
     buffers = [
@@ -277,10 +277,7 @@ def _piece(group: _Group, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
     first_block, slot = divmod(first_slot, group.slots_per_block)
     ids = ids[first_block:]
     if ids.dtype.kind not in "iu":
-        try:
-            ids = np.array([operator.index(block) for block in ids.tolist()])
-        except TypeError:
-            raise ValueError(f"{where} holds {ids.tolist()}; block ids are ints in [0, {group.num_blocks})") from None
+        ids = np.array([checked_int(block, where, f"integers in [0, {group.num_blocks})") for block in ids.tolist()])
     if ids.min() < 0 or ids.max() >= group.num_blocks:
         wrong = ids[(ids < 0) | (ids >= group.num_blocks)].tolist()
         raise ValueError(f"{where} holds {wrong[0]}, but the kernel group has blocks [0, {group.num_blocks})")

@@ -294,13 +294,17 @@ def is_shared(array: Array) -> bool:
         return False
 
 
-def share(array: Array) -> Array:
+def share(array: Array | np.generic) -> Array:
     """``array`` itself if it lies in a segment and :func:`wrap` takes it; else a copy that does.
+
+    A NumPy scalar is copied to an array of rank 0.
 
     Raises:
         ValueError: Its dtype has no name on the wire.
         OSError: No room for the copy.
     """
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
     try:
         if _describe(array, migrate=False) is not None:
             return array

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -20,6 +19,7 @@ from kvshm.formats import EngineType, normalize_and_discover_per_layer_formats
 from kvshm.formats.detect import count_layers
 from kvshm.formats.hints import checked_hints
 from kvshm.formats.proof import check_is_told
+from kvshm.integers import checked_int
 from kvshm.layout import EngineGroupInfo, engine_group_layer_indices
 from kvshm.layout.engine_groups import checked_infos
 from kvshm.protocol import EngineIdentity
@@ -197,9 +197,9 @@ def _checked_groups(
     """
     infos = checked_infos(engine_group_infos)
     try:
-        excluded = set(map(operator.index, excluded_layers))
+        excluded = {checked_int(layer, "excluded_layers") for layer in excluded_layers}
     except TypeError:
-        raise ValueError(f"excluded_layers is {excluded_layers!r}; give the indices of layers") from None
+        raise ValueError(f"invalid excluded_layers: expected the indices of layers, got {excluded_layers!r}") from None
     unknown = sorted(layer for layer in excluded if not 0 <= layer < num_layers)
     if unknown:
         raise ValueError(f"excluded_layers names layers {unknown}, but the layers are 0 to {num_layers - 1}")
@@ -224,10 +224,7 @@ def _checked_null_block(null_block_id: Any) -> int | Literal["server"] | None:
         return None
     if isinstance(null_block_id, str) and null_block_id == "server":
         return "server"
-    try:
-        block = None if isinstance(null_block_id, bool) else operator.index(null_block_id)
-    except TypeError:
-        block = None
-    if block is None or not -(2**63) < block < 2**63:
-        raise ValueError(f"null_block_id is {null_block_id!r}; give the id of a block, or None where there is none")
+    block = checked_int(null_block_id, "null_block_id", "the id of a block, or None where there is none")
+    if not -(2**63) < block < 2**63:
+        raise ValueError(f"invalid null_block_id: expected an id of 64 signed bits, got {block}")
     return block

@@ -6,7 +6,6 @@ finds nothing. What a caller gets wrong (too few block ids, no integers) raises 
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,7 +14,7 @@ from typing import Any
 from kvshm.client.operations import ServerInfo
 from kvshm.client.registration import Registration
 from kvshm.client.sessions import Tokens
-from kvshm.integers import Ints
+from kvshm.integers import Ints, checked_int
 from kvshm.layout import BlockIds, KVLayerGroupsManager, check_to_retrieve, check_to_store
 from kvshm.prefix import token_array
 from kvshm.protocol import MAX_BLOCK_IDS, MAX_TOKENS, checked_text
@@ -203,10 +202,7 @@ def _check_request_id(request_id: str | None) -> None:
 
 
 def _checked_skip(skip_first_n_tokens: int, num_tokens: int) -> int:
-    try:
-        skip = operator.index(skip_first_n_tokens)
-    except TypeError:
-        raise ValueError(f"skip_first_n_tokens is {skip_first_n_tokens!r}; it must be an integer") from None
+    skip = checked_int(skip_first_n_tokens, "skip_first_n_tokens")
     if skip < 0:
         raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
     return min(skip, num_tokens)

@@ -60,12 +60,12 @@ def positive_hint(hints: LayoutHints, key: str) -> int:
     Raises:
         ValueError: It is missing, or no positive integer.
     """
+    if key not in hints:
+        raise ValueError(f"the shape alone does not tell the layout; pass the layout hint {key!r}")
     try:
-        value = operator.index(hints[key])
-    except KeyError:
-        raise ValueError(f"the shape alone does not tell the layout; pass the layout hint {key!r}") from None
+        value = operator.index(hints[key])  # True counts as 1, as in LMCache
     except TypeError:
-        raise ValueError(f"layout hint {key!r} is {hints[key]!r}; it must be a positive integer") from None
+        value = 0
     if value < 1:
-        raise ValueError(f"layout hint {key!r} is {value}; it must be a positive integer")
+        raise ValueError(f"invalid layout hint {key!r}: expected a positive integer, got {hints[key]!r}")
     return value

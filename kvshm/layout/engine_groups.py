@@ -6,9 +6,10 @@ differ in shape or dtype make several kernel groups over the same block ids.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvshm.integers import checked_int
 
 __all__ = [
     "EXCLUDED_ENGINE_GROUP",
@@ -42,15 +43,17 @@ class EngineGroupInfo:
     recurrent_state: bool = False  # blocks hold snapshots of a recurrent state, not KV of tokens
 
     def __post_init__(self) -> None:
+        for name in _INTEGERS:
+            object.__setattr__(self, name, checked_int(getattr(self, name), f"{name} of an engine group"))
         try:
-            object.__setattr__(self, "layer_indices", tuple(map(operator.index, self.layer_indices)))
-            for name in _INTEGERS:
-                object.__setattr__(self, name, operator.index(getattr(self, name)))
-        except TypeError as error:
+            layers = tuple(self.layer_indices)
+        except TypeError:
             raise ValueError(
-                f"engine group {self.engine_group_id!r} has a field that is no integer ({error}); give integers, and "
-                f"layer_indices as a sequence of them"
+                f"invalid layer_indices of engine group {self.engine_group_id}: expected a sequence of integers, got "
+                f"{self.layer_indices!r}"
             ) from None
+        name = f"layer_indices of engine group {self.engine_group_id}"
+        object.__setattr__(self, "layer_indices", tuple([checked_int(layer, name) for layer in layers]))
         if self.recurrent_state not in (False, True):
             raise ValueError(f"recurrent_state is {self.recurrent_state!r}; give True or False")
         object.__setattr__(self, "recurrent_state", bool(self.recurrent_state))

@@ -271,6 +271,8 @@ def test_descriptors_register_as_arrays_do(client: CacheClient) -> None:
     ("changes", "text"),
     [
         ({"transfer_mode": "magic"}, "give 'lmcache_driven' or 'engine_driven'"),
+        ({"world_size": True}, "invalid world_size: expected an integer, got True"),
+        ({"worker_id": False}, "invalid worker_id: expected an integer, got False"),
         ({"worker_id": 1}, r"worker_id 1 is not in \[0, world_size 1\)"),
         ({"engine_type": "nothing"}, "unknown engine 'nothing'"),
         ({"kv_caches": [3]}, "kv_caches holds int"),
@@ -897,7 +899,7 @@ def test_a_skip_that_is_no_number_is_refused(server: CacheServer) -> None:
         engine = client.register(layers, "model", layout_hints={"kv_layout": "NHD"})
         tokens, blocks = list(range(12)), [1, 2, 3, 4]
         wrong: Any
-        for wrong in (1.5, "1", None, -1):
+        for wrong in (1.5, "1", None, -1, True):
             with pytest.raises(ValueError, match="skip_first_n_tokens"):
                 engine.retrieve(tokens, blocks, skip_first_n_tokens=wrong)
         assert engine.store(tokens, blocks) == 12

@@ -44,11 +44,13 @@ def test_numbers_of_numpy_become_ints() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"engine_group_id": "0"}, "engine group '0' has a field that is no integer"),
-        ({"engine_group_id": None}, "engine group None has a field that is no integer"),
-        ({"engine_group_id": 0, "layer_indices": 3}, "give integers, and layer_indices as a sequence of them"),
-        ({"engine_group_id": 0, "layer_indices": (1.0,)}, "engine group 0 has a field that is no integer"),
-        ({"engine_group_id": 0, "sw_size_tokens": None}, "engine group 0 has a field that is no integer"),
+        ({"engine_group_id": "0"}, "engine_group_id of an engine group: expected an integer, got '0'"),
+        ({"engine_group_id": None}, "engine_group_id of an engine group: expected an integer, got None"),
+        ({"engine_group_id": True}, "engine_group_id of an engine group: expected an integer, got True"),
+        ({"engine_group_id": 0, "layer_indices": 3}, "of engine group 0: expected a sequence of integers, got 3"),
+        ({"engine_group_id": 0, "layer_indices": (1.0,)}, "of engine group 0: expected an integer, got 1.0"),
+        ({"engine_group_id": 0, "layer_indices": (False, 1)}, "of engine group 0: expected an integer, got False"),
+        ({"engine_group_id": 0, "sw_size_tokens": None}, "sw_size_tokens .* expected an integer, got None"),
         ({"engine_group_id": 0, "recurrent_state": "no"}, "recurrent_state is 'no'; give True or False"),
     ],
 )

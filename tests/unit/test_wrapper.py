@@ -193,7 +193,8 @@ def test_share_copies_only_what_is_not_shared() -> None:
 
 
 def test_a_scalar_is_an_array() -> None:
-    for scalar in (kvshm.share(np.array(3.0)), kvshm.empty((), "float64"), kvshm.empty((7, 5), "float64")[2, 3, ...]):
+    shared = [kvshm.share(np.array(3.0)), kvshm.share(np.float64(3)), kvshm.empty((), "float64")]
+    for scalar in (*shared, kvshm.empty((7, 5), "float64")[2, 3, ...]):
         assert kvshm.is_shared(scalar)
         assert kvshm.share(scalar) is scalar
         scalar[()] = 5.5
