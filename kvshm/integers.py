@@ -45,9 +45,10 @@ def int64_array(values: Ints, name: str) -> NDArray[np.int64]:
     given: Any = values
     if isinstance(given, np.ndarray):
         return _of_array(given, name)
-    if isinstance(given, Sequence) and not isinstance(given, str) and not _is_bytes(given):
+    is_view = isinstance(given, memoryview) and not _is_bytes(given)
+    if isinstance(given, Sequence) and not isinstance(given, str | memoryview) and not _is_bytes(given):
         return _of_sequence(given, name)
-    if not any(hasattr(given, protocol) for protocol in ("__array__", "__array_interface__")):
+    if not is_view and not any(hasattr(given, protocol) for protocol in ("__array__", "__array_interface__")):
         raise ValueError(
             f"{name} is of type {type(given).__name__}; give a sequence of integers, such as a list, or a "
             f"one-dimensional array of them"

@@ -7,13 +7,14 @@ the token ids as little-endian 64-bit integers: independent of PYTHONHASHSEED, o
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvshm.integers import Ints, int64_array
 
-__all__ = ["CHUNK_HASH_NBYTES", "chunk_hashes", "token_array"]
+__all__ = ["CHUNK_HASH_NBYTES", "chunk_hashes", "is_about", "token_array"]
 
 CHUNK_HASH_NBYTES = 32
 
@@ -45,3 +46,14 @@ def chunk_hashes(tokens: NDArray[np.int64], chunk_size: int) -> list[bytes]:
         parent = hashlib.blake2b(view[start : start + step], digest_size=CHUNK_HASH_NBYTES, key=parent).digest()
         hashes.append(parent)
     return hashes
+
+
+def is_about(found: Sequence[bytes], hashes: Sequence[bytes]) -> bool:
+    """Whether two prompts, given by the hashes of their chunks, begin alike as far as both go.
+
+    >>> is_about([b"a", b"b"], [b"a"]), is_about([b"a"], [b"x", b"b"]), is_about([], [b"a"])
+    (True, False, False)
+    """
+    length = min(len(found), len(hashes))
+    # A chunk's hash covers the whole prefix before it.
+    return length > 0 and found[length - 1] == hashes[length - 1]

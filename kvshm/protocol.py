@@ -12,6 +12,7 @@ have only a name (``kvshm_...``) and which LMCache's servers never see; in them 
 from __future__ import annotations
 
 import reprlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -37,9 +38,12 @@ __all__ = [
     "Operation",
     "ProtocolError",
     "checked_text",
+    "client_of",
+    "connection_id",
     "encode_block_ids",
     "encode_key",
     "is_uid_frame",
+    "new_client_id",
     "operation_of",
     "parse_payload",
 ]
@@ -56,6 +60,8 @@ _MAX_OBJECT_GROUPS = 1024
 _DIGEST_NBYTES = 16
 _MAX_WORKERS = 1024  # and readers of a chunk: each costs the loop time in a lookup
 _SALT_FORBIDDEN = frozenset("@/\\\0")
+_CLIENT_ID_PREFIX = b"kvshm:"
+_CLIENT_ID_NBYTES = len(_CLIENT_ID_PREFIX) + 16
 
 NO_RESULT = object()
 """What an operation without a result returns: its reply has no third frame."""
@@ -76,6 +82,21 @@ def checked_text(name: str, value: object, most: int = _MAX_TEXT) -> str:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
         raise ValueError(f"{name} {reprlib.repr(value)} has lone surrogates, which no encoding has; give valid Unicode")
     return value
+
+
+def new_client_id() -> bytes:
+    """An id that no other client has. The routing ids of all connections of a client of kvshm begin with it."""
+    return _CLIENT_ID_PREFIX + secrets.token_bytes(_CLIENT_ID_NBYTES - len(_CLIENT_ID_PREFIX))
+
+
+def connection_id(client_id: bytes, number: int) -> bytes:
+    """The routing id of a client's connection."""
+    return client_id + number.to_bytes(8, "little")
+
+
+def client_of(routing_id: bytes) -> bytes:
+    """Whose requests come under a routing id: a client's of kvshm, whatever the connection, else that connection's."""
+    return routing_id[:_CLIENT_ID_NBYTES] if routing_id.startswith(_CLIENT_ID_PREFIX) else routing_id
 
 
 def _checked_salt(cache_salt: str) -> None:

@@ -133,7 +133,7 @@ class CacheClient(PlainOperations):
             raise ValueError(f"transfer_mode is {transfer_mode!r}; give 'lmcache_driven' or 'engine_driven'")
         identity = EngineIdentity(model_name, world_size, worker_id, cache_salt)
         null_block = _checked_null_block(null_block_id)
-        engine, hints = EngineType(engine_type), checked_hints(layout_hints)
+        engine, hints = EngineType(engine_type), checked_hints(layout_hints, is_strict=True)
         specs = _specs(kv_caches)
         infos = _checked_groups(count_layers(specs, engine, hints), engine_group_infos, excluded_layers)
         in_groups = engine_group_layer_indices(infos)
@@ -203,6 +203,8 @@ def _checked_groups(
     unknown = sorted(layer for layer in excluded if not 0 <= layer < num_layers)
     if unknown:
         raise ValueError(f"excluded_layers names layers {unknown}, but the layers are 0 to {num_layers - 1}")
+    if len(excluded) == num_layers:
+        raise ValueError("excluded_layers names all layers, so nothing would be stored; leave some out of it")
     if not infos:
         rest = tuple(layer for layer in range(num_layers) if layer not in excluded)
         return (EngineGroupInfo(0, rest),) if excluded else ()

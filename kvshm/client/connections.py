@@ -12,17 +12,18 @@ import itertools
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import zmq
 
 from kvshm import wire
+from kvshm.protocol import connection_id, new_client_id
 from kvshm.units import checked_seconds
 
 __all__ = [
     "CacheServerError",
+    "ClientClosedError",
     "Connection",
     "Connections",
     "ServerTimeoutError",
@@ -34,7 +35,6 @@ __all__ = [
 _SLICE_S = 0.05
 _FIRST_SLICE_MS = 10
 _MAX_IDLE = 64
-_MAX_KEPT = 64
 # A connection has a few requests under way at most, so uids of one byte, used over and over, tell them apart.
 _UIDS = [wire.pack(uid) for uid in range(128)]
 _PLAIN_REPLIES = {wire.pack(value): value for value in (None, True, False, "OK")}
@@ -52,6 +52,10 @@ class ServerUnreachableError(ConnectionError):
     """No connection to the server, or it broke before the reply."""
 
 
+class ClientClosedError(ValueError):
+    """The client was closed; it asks nothing any more."""
+
+
 class Reply(NamedTuple):
     """What came back: a result (None where the operation has none), or why there is none."""
 
@@ -64,8 +68,11 @@ class Connection:
 
     __slots__ = ("_connect_timeout_s", "_monitor", "_next_uid", "_url", "socket", "uid")
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], url: str, connect_timeout_s: float) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], url: str, connect_timeout_s: float, routing_id: bytes
+    ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a server that is not there
         self.socket.setsockopt(zmq.RCVTIMEO, _FIRST_SLICE_MS)
@@ -201,50 +208,37 @@ class Connections:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
-        self._kept: OrderedDict[str, Connection] = OrderedDict()  # by the request that will be spoken of again
+        # A kvshm server knows LMCache's lookups by the client that made them.
+        self._client_id = new_client_id()
+        self._numbers = itertools.count()
         self._is_closed = False
 
-    def take(self, about: str | None = None) -> Connection:
+    def take(self) -> Connection:
         """A connection for the calling thread alone, until :meth:`give` or :meth:`discard`.
 
-        Args:
-            about: A request whose results belong to the connection that it was made on: that one, if it was kept.
-
         Raises:
-            ValueError: The client is closed.
+            ClientClosedError: The client is closed.
         """
         if self._pid != os.getpid():
             # Sockets do not survive a fork, and a lock may be held by a thread that did not. The parent's are left
             # untouched, and are the parent's to close.
-            self._inherited = (self._context, self._idle, self._busy, self._kept)
+            self._inherited = (self._context, self._idle, self._busy)
             self._start()
         with self._lock:
             if self._is_closed:
-                raise ValueError("the cache client is closed; make a new one")
-            connection = None if about is None else self._kept.pop(about, None)
-            if connection is None:
-                connection = self._idle.pop() if self._idle else None
-            if connection is None:
-                connection = Connection(self._context, self.url, self.connect_timeout_s)
+                raise ClientClosedError("the cache client is closed; make a new one")
+            if self._idle:
+                connection = self._idle.pop()
+            else:
+                routing_id = connection_id(self._client_id, next(self._numbers))
+                connection = Connection(self._context, self.url, self.connect_timeout_s, routing_id)
             self._busy.add(connection)
             return connection
 
-    def give(self, connection: Connection, keep_for: str | None = None) -> None:
-        """Give back a connection that awaits no reply.
-
-        Args:
-            keep_for: A request of which more will be said on this connection.
-        """
+    def give(self, connection: Connection) -> None:
+        """Give back a connection that awaits no reply."""
         with self._lock:
-            is_open = connection in self._busy and not self._is_closed
-            if is_open and keep_for is not None and keep_for not in self._kept:
-                self._busy.remove(connection)
-                self._kept[keep_for] = connection
-                if len(self._kept) <= _MAX_KEPT:
-                    return
-                connection = self._kept.popitem(last=False)[1]
-                self._busy.add(connection)
-            if is_open and len(self._idle) < _MAX_IDLE:
+            if connection in self._busy and not self._is_closed and len(self._idle) < _MAX_IDLE:
                 self._busy.remove(connection)
                 self._idle.append(connection)
                 return
@@ -259,34 +253,21 @@ class Connections:
         if is_last:
             self._context.term()
 
-    def exchange(
-        self,
-        operation: bytes,
-        payload: Sequence[bytes],
-        timeout_s: float | None,
-        what: str,
-        *,
-        about: str | None = None,
-        keep: bool = False,
-    ) -> Reply:
+    def exchange(self, operation: bytes, payload: Sequence[bytes], timeout_s: float | None, what: str) -> Reply:
         """One request and its reply.
-
-        Args:
-            about: The request id that it is about, see :meth:`take`.
-            keep: More will be said of that on the same connection.
 
         Raises:
             ServerTimeoutError, ServerUnreachableError: As their text says.
-            ValueError: No time that can be waited for.
+            ValueError: No time that can be waited for, or the client is closed.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else checked_seconds("timeout_s", timeout_s))
-        connection = self.take(about)
+        connection = self.take()
         try:
             reply = connection.receive(connection.send(operation, payload, deadline), deadline, what)
         except BaseException:
             self.discard(connection)
             raise
-        self.give(connection, about if keep else None)
+        self.give(connection)
         return reply
 
     def close(self) -> None:
@@ -295,8 +276,7 @@ class Connections:
             if self._is_closed or self._pid != os.getpid():
                 return
             self._is_closed = True
-            idle, self._idle = [*self._idle, *self._kept.values()], []
-            self._kept.clear()
+            idle, self._idle = self._idle, []
             is_used = bool(self._busy)
         for connection in idle:
             connection.close()

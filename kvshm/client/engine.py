@@ -141,7 +141,8 @@ class Engine:
         Args:
             token_ids: Without a request id: the latest lookup of these tokens; all lookups of this engine if there are
                 no tokens either.
-            request_id: What is left of this request, for all workers.
+            request_id: What is left of this request, for all workers. On an LMCache server, where pins have no owner:
+                what is left for this worker, and only with the tokens where another worker looked it up.
 
         Raises:
             ValueError: Something is no integer, or the id no string. Nothing was sent.

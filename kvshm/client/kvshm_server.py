@@ -200,12 +200,18 @@ class EngineDriven(_Session):
                 "kvshm_prepare_store", fields, self._ask("kvshm_prepare_store", loan_id, tokens.tobytes(), wanted)
             )
             slots = self._slots("kvshm_prepare_store", reply.get("slots"), ids.num_chunks)
+            for group, (of_group, chunks) in enumerate(zip(slots, wanted, strict=True)):
+                if not set(of_group) <= set(chunks):
+                    raise CacheServerError(
+                        f"kvshm_prepare_store: the server lent slots for chunks {sorted(of_group)} of object group "
+                        f"{group}, but was asked for {chunks}"
+                    )
             if not any(slots):
                 return self._chunks("kvshm_prepare_store", reply.get("found"), tokens)
             for group, of_group in enumerate(slots):
                 if of_group:
-                    chunks = self._chunk_buffers(pool, group, of_group, ids.num_chunks)
-                    gather_chunks(self._context, ids.flat(), chunks, group)
+                    buffers = self._chunk_buffers(pool, group, of_group, ids.num_chunks)
+                    gather_chunks(self._context, ids.flat(), buffers, group)
             return self._chunks("kvshm_commit_store", self._ask("kvshm_commit_store", loan_id), tokens)
 
     def retrieve(self, tokens: Tokens, ids: BlockIds, skip_first_n_tokens: int, request_id: str | None) -> bool:

@@ -36,7 +36,7 @@ from kvshm.dtypes import dtype_name
 from kvshm.formats import EngineKVFormat
 from kvshm.formats.hints import is_heads_first
 from kvshm.layout import BlockIds, KVLayerGroupsManager
-from kvshm.prefix import chunk_hashes
+from kvshm.prefix import chunk_hashes, is_about
 from kvshm.protocol import CacheKey, EngineDrivenSpec, EngineIdentity, encode_block_ids, encode_key
 from kvshm.transfer import gather_chunks, scatter_chunks
 
@@ -62,11 +62,6 @@ class _Lookup:
     hashes: Sequence[bytes]  # of the chunks that it found
     tokens: Tokens  # of these chunks
     is_shared: bool  # the other workers' pins wait for their retrieves
-
-    def is_about(self, hashes: Sequence[bytes]) -> bool:
-        """Whether a prompt with these chunks begins as what was found, as far as both go."""
-        length = min(len(self.hashes), len(hashes))
-        return length > 0 and self.hashes[length - 1] == hashes[length - 1]
 
 
 class _Session:
@@ -95,7 +90,7 @@ class _Session:
         self._instance_id = requests.instance_id
         self._lock = threading.Lock()
         self._lookups: OrderedDict[str, _Lookup] = OrderedDict()  # by request id
-        self._used: OrderedDict[str, None] = OrderedDict()  # requests of others whose pins for this worker are used up
+        self._used: OrderedDict[str, None] = OrderedDict()  # requests whose pins for this worker are used up
 
     def count(self, tokens: Tokens) -> int:
         """Chunks that a lookup would find now. Leaves nothing pinned."""
@@ -109,7 +104,7 @@ class _Session:
         if request_id is not None:
             with self._lock:
                 known = self._lookups.get(request_id)
-            if known is not None and known.is_about(hashes):
+            if known is not None and is_about(known.hashes, hashes):
                 return min(len(known.hashes), len(hashes))  # pinned already: asking again would pin it twice
             if known is not None:
                 self._forget(known)
@@ -118,6 +113,8 @@ class _Session:
         if not found:
             self._link.end_session(key.request_id)
             return 0
+        with self._lock:
+            self._used.pop(key.request_id, None)  # what it has pinned for this worker now is not used up
         is_shared = request_id is not None
         if not is_shared:
             self._free_others(key)
@@ -159,7 +156,7 @@ class _Session:
                 self._use_share(tokens, request_id)
         elif tokens is not None:
             hashes = self._hashes(tokens)
-            lookups = [lookup for lookup in lookups if not lookup.is_shared and lookup.is_about(hashes)][-1:]
+            lookups = [lookup for lookup in lookups if not lookup.is_shared and is_about(lookup.hashes, hashes)][-1:]
         for lookup in lookups:
             self._forget(lookup)
 
@@ -274,13 +271,25 @@ class _Session:
 
         Pins there are anonymous counts: giving them up twice would take another request's.
         """
+        if self._identity.world_size == 1:
+            return  # there is no other worker
         with self._lock:
             if request_id in self._used:
                 return
-            self._used[request_id] = None
-            if len(self._used) > _MAX_USED_IDS:
-                self._used.popitem(last=False)
+            self._mark_used(request_id)
         self._link.free_lookup_locks(self._key(tokens, request_id, self._identity.worker_id))
+
+    def _use_up(self, lookup: _Lookup) -> None:
+        """This worker needs its pins of a lookup no more. Called with the lock."""
+        del self._lookups[lookup.request_id]
+        if lookup.is_shared:
+            self._mark_used(lookup.request_id)
+
+    def _mark_used(self, request_id: str) -> None:
+        self._used[request_id] = None
+        self._used.move_to_end(request_id)
+        if len(self._used) > _MAX_USED_IDS:
+            self._used.popitem(last=False)
 
     def _remember(self, lookup: _Lookup) -> None:
         with self._lock:
@@ -294,16 +303,17 @@ class _Session:
         with self._lock:
             for lookup in reversed(self._lookups.values()):
                 is_meant = not lookup.is_shared if request_id is None else lookup.request_id == request_id
-                if is_meant and len(lookup.hashes) >= len(hashes) and lookup.is_about(hashes):
-                    del self._lookups[lookup.request_id]
+                if is_meant and len(lookup.hashes) >= len(hashes) and is_about(lookup.hashes, hashes):
+                    self._use_up(lookup)
                     return lookup
         return None
 
     def _forget(self, lookup: _Lookup) -> None:
         """Give up this worker's pins of a lookup that no retrieve will use."""
         with self._lock:
-            if self._lookups.pop(lookup.request_id, None) is None:
+            if lookup.request_id not in self._lookups:
                 return
+            self._use_up(lookup)
         self._link.free_lookup_locks(self._key(lookup.tokens, lookup.request_id, self._identity.worker_id))
         if self._is_alone_in(lookup):
             self._link.end_session(lookup.request_id)

@@ -103,26 +103,15 @@ class PlainOperations:
 
     _connections: Connections
 
-    def request(
-        self,
-        operation: str,
-        *payload: Any,
-        timeout_s: float | None = None,
-        about: str | None = None,
-        keep: bool = False,
-    ) -> Any:
+    def request(self, operation: str, *payload: Any, timeout_s: float | None = None) -> Any:
         """Send one request and give the reply's result (None where there is none).
-
-        Args:
-            about, keep: A kvshm server knows lookups by the connection that they were made on; see
-                :meth:`~kvshm.client.connections.Connections.exchange`.
 
         Raises:
             CacheServerError: The server says that it failed, and why.
             ServerTimeoutError, ServerUnreachableError: There was no reply.
         """
         frames = [wire.pack(value) for value in payload]
-        reply = self._connections.exchange(FRAMES[operation], frames, timeout_s, operation, about=about, keep=keep)
+        reply = self._connections.exchange(FRAMES[operation], frames, timeout_s, operation)
         if reply.reason is not None:
             raise CacheServerError(f"{operation}: {reply.reason}")
         return reply.result
@@ -189,29 +178,25 @@ class PlainOperations:
 
     def lookup(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
         """Start a lookup; :meth:`query_prefetch_status` gives its result."""
-        fields = _key(key)
-        self.request("lookup", fields, tp_size, timeout_s=timeout_s, about=_request_id(fields), keep=True)
+        self.request("lookup", _key(key), tp_size, timeout_s=timeout_s)
 
     def query_prefetch_status(self, request_id: str, *, timeout_s: float | None = None) -> int | None:
         """Chunks found, handed out once; None while the lookup runs; 0 for an unknown id."""
-        result = self.request("query_prefetch_status", request_id, timeout_s=timeout_s, about=request_id, keep=True)
+        result = self.request("query_prefetch_status", request_id, timeout_s=timeout_s)
         return decoded("query_prefetch_status", optional_count, result)
 
     def wait_prefetch_status(self, request_id: str, timeout: float, *, timeout_s: float | None = None) -> int | None:
         """The same, waiting on the server for up to ``timeout`` seconds."""
-        result = self.request(
-            "wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s, about=request_id, keep=True
-        )
+        result = self.request("wait_prefetch_status", request_id, float(timeout), timeout_s=timeout_s)
         return decoded("wait_prefetch_status", optional_count, result)
 
     def free_lookup_locks(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
         """Release what is left of a lookup's read locks."""
-        fields = _key(key)
-        self.request("free_lookup_locks", fields, tp_size, timeout_s=timeout_s, about=_request_id(fields), keep=True)
+        self.request("free_lookup_locks", _key(key), tp_size, timeout_s=timeout_s)
 
     def end_session(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Say that a request is over."""
-        self.request("end_session", request_id, timeout_s=timeout_s, about=request_id)
+        self.request("end_session", request_id, timeout_s=timeout_s)
 
     def register_kv_cache_engine_driven_context(
         self, spec: EngineDrivenSpec | Mapping[str, Any], *, timeout_s: float | None = None
@@ -279,11 +264,6 @@ class PlainOperations:
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """How a kvshm server is; a real LMCache server does not answer this."""
         return decoded("kvshm_status", fields, self.request("kvshm_status", timeout_s=timeout_s))
-
-
-def _request_id(fields: Mapping[str, Any]) -> str | None:
-    request_id = fields.get("request_id")
-    return request_id if isinstance(request_id, str) else None
 
 
 def _key(key: Key) -> dict[str, Any]:

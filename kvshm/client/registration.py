@@ -13,7 +13,12 @@ from typing import Literal, TypeVar
 
 from kvshm import wire
 from kvshm.client import kvshm_server, lmcache_server
-from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.connections import (
+    CacheServerError,
+    ClientClosedError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+)
 from kvshm.client.link import ServerLink
 from kvshm.client.operations import ServerInfo
 from kvshm.client.requests import NotRegisteredError, Requests
@@ -112,13 +117,20 @@ class Registration:
         """Do something with the server; ``failed`` where that is not possible.
 
         Registers again where the server has forgotten this engine.
+
+        Raises:
+            CacheServerError, ServerTimeoutError, ServerUnreachableError, WireError: With ``raises``, why it is not.
         """
         if self._link.is_inherited:
             raise RuntimeError(
                 f"engine {self.instance_id} was registered by the parent of this process; make a client and register "
                 f"here"
             )
-        if not self._link.is_up or self._is_over:
+        if self._is_over:
+            return failed
+        if not self._link.is_up:
+            if self._raises:
+                raise ServerUnreachableError(f"the cache server is away: {self._link.last_error}")
             return failed
         generation = self._generation
         try:
@@ -140,8 +152,8 @@ class Registration:
             _logger.info("kvshm: a miss: %s", self._link.last_error)
             if self._raises:
                 raise
-        except ValueError:
-            if not self._is_over:  # else the client was closed meanwhile
+        except ClientClosedError:  # meanwhile
+            if not self._is_over:
                 raise
         return failed
 
@@ -154,20 +166,19 @@ class Registration:
             self._link.remove(self)
             # A server that was too slow is marked down, and may still touch this engine's memory: it is asked all the
             # same. One that is gone for good is not waited for.
-            if self._session is not None and (
-                (self._server is not None and self._link.is_up) or self._requests.has_late
-            ):
-                self._server = None
-                try:
-                    self._leave(None)
-                except _SERVER_ERRORS as error:
-                    self._link.last_error = str(error)
-                    if self._raises:
-                        raise
+            must_ask = (self._server is not None and self._link.is_up) or self._requests.has_late
             self._server = None
-            if self._session is not None:
-                self._session.close()
-            self._copies.close()
+            try:
+                if must_ask:
+                    self._leave(None)
+            except ClientClosedError:
+                _logger.info("kvshm: instance %d was not unregistered: its client is closed", self.instance_id)
+            except _SERVER_ERRORS as error:
+                self._link.last_error = str(error)
+                if self._raises:
+                    raise
+            finally:
+                self._close()
 
     def say_farewell(self, timeout_s: float) -> None:
         """Unregister, if that can be done in this time, before the connections are closed."""
@@ -179,9 +190,7 @@ class Registration:
                     self._leave(timeout_s)
                 except _SERVER_ERRORS as error:
                     _logger.info("kvshm: instance %d was not unregistered: %s", self.instance_id, str(error))
-            if self._session is not None:
-                self._session.close()
-            self._copies.close()
+            self._close()
         self._requests.disconnect()
 
     def settle(self) -> None:
@@ -194,12 +203,17 @@ class Registration:
         if self._requests.has_late and self._link.is_up:
             try:
                 self.settle()
-            except _SERVER_ERRORS as error:
+            except (*_SERVER_ERRORS, ClientClosedError) as error:
                 _logger.info("kvshm: late requests cannot be asked for: %s", str(error))
         return self._requests.unsettled_block_ids(len(self.session.manager.kernel_groups))
 
     def _has_left(self) -> bool:
         return self._is_over
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._copies.close()
 
     def _leave(self, timeout_s: float | None) -> None:
         if self.session.unregister(timeout_s):

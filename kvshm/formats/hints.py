@@ -16,15 +16,19 @@ LayoutHints: TypeAlias = Mapping[str, Any]
 ``num_kv_heads``, ``tokens_per_block`` and ``head_dim`` (TRT-LLM). Hints of other engines are not looked at."""
 
 KNOWN_HINTS = ("kv_layout", "kv_list_layout", "tokens_per_block", "num_kv_heads", "head_dim")
+_COUNTS = ("tokens_per_block", "num_kv_heads", "head_dim")
 KV_LIST_LAYOUTS = ("k_v", "unified")
 _HEADS_FIRST = {"NHD": False, "HND": True, "BLNHC": False, "BLHNC": True}
 
 
-def checked_hints(layout_hints: LayoutHints | None) -> dict[str, Any]:
+def checked_hints(layout_hints: LayoutHints | None, *, is_strict: bool = False) -> dict[str, Any]:
     """The hints as a dict; empty for None.
 
+    Args:
+        is_strict: Check also the values that this engine's layout does not depend on, and leave out those of None.
+
     Raises:
-        ValueError: Not a mapping, or a key that no engine knows.
+        ValueError: Not a mapping, a key that no engine knows, or a value of no meaning.
     """
     if layout_hints is None:
         return {}
@@ -37,7 +41,17 @@ def checked_hints(layout_hints: LayoutHints | None) -> dict[str, Any]:
         raise ValueError(
             f"unknown layout hints {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, KNOWN_HINTS))}"
         )
-    return dict(layout_hints)
+    hints = dict(layout_hints)
+    if is_strict:
+        hints = {key: value for key, value in hints.items() if value is not None}
+        is_heads_first(hints)
+        list_layout = hints.get("kv_list_layout", KV_LIST_LAYOUTS[0])
+        if not isinstance(list_layout, str) or list_layout not in KV_LIST_LAYOUTS:
+            raise ValueError(
+                f"layout hint 'kv_list_layout' is {list_layout!r}; it must be one of {', '.join(KV_LIST_LAYOUTS)}"
+            )
+        hints |= {key: positive_hint(hints, key) for key in _COUNTS if key in hints}
+    return hints
 
 
 def is_heads_first(hints: LayoutHints) -> bool | None:
@@ -66,6 +80,6 @@ def positive_hint(hints: LayoutHints, key: str) -> int:
         value = operator.index(hints[key])  # True counts as 1, as in LMCache
     except TypeError:
         value = 0
-    if value < 1:
+    if not 1 <= value < 2**63:
         raise ValueError(f"invalid layout hint {key!r}: expected a positive integer, got {hints[key]!r}")
     return value

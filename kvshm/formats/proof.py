@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from kvshm.contiguity import ArrayTree, axes_in_memory
 from kvshm.formats.detect import EngineType, block_axis_of
-from kvshm.formats.hints import KV_LIST_LAYOUTS, LayoutHints, is_heads_first
+from kvshm.formats.hints import LayoutHints, is_heads_first
 from kvshm.formats.names import EngineKVFormat as Format
 from kvshm.spec import ArraySpec
 
@@ -33,7 +33,9 @@ def check_is_told(
         ValueError: More than one reading is possible, or a hint contradicts the engine's layout.
     """
     _check_hints(engine_type, layout_hints)
-    first = next(format for format in formats if format is not None)
+    first = next((format for format in formats if format is not None), None)
+    if first is None:
+        return
     if first.is_layer_list:
         for layer, (entry, format) in enumerate(zip(kv_caches, formats, strict=True)):
             if format is not None:
@@ -43,11 +45,6 @@ def check_is_told(
 
 
 def _check_hints(engine_type: EngineType, hints: LayoutHints) -> None:
-    list_layout = hints.get("kv_list_layout")
-    if list_layout is not None and list_layout not in KV_LIST_LAYOUTS:
-        raise ValueError(
-            f"layout hint 'kv_list_layout' is {list_layout!r}; it must be one of {', '.join(KV_LIST_LAYOUTS)}"
-        )
     heads_first = is_heads_first(hints)
     slots_first_engines = (EngineType.SGLANG, EngineType.ATOM)
     if (heads_first and engine_type in slots_first_engines) or (

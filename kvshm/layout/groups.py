@@ -252,8 +252,8 @@ class KVLayerGroupsManager:
         """
         if self._is_frozen and not self._full_sw_kv:
             raise ValueError(
-                "this layout is that of a registered cache, whose chunks have their size already; register the cache "
-                "with full_sw_kv=True instead"
+                "this layout is that of a context, whose chunks have their size already; make a CPUCacheContext with "
+                "full_sw_kv=True instead"
             )
         self._full_sw_kv = True
 

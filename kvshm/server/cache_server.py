@@ -26,6 +26,7 @@ from kvshm.protocol import (
     NO_RESULT,
     Operation,
     ProtocolError,
+    client_of,
     is_uid_frame,
     operation_of,
     parse_payload,
@@ -68,7 +69,8 @@ class CacheServer:
         http_port: Serve ``/status``, ``/metrics`` and ``/cache/checksums`` there (needs ``kvshm[http]``); 0: any.
         reap_after_s, grace_s: Silence after which an engine is dropped, if it ever pinged and if it never did.
         pin_ttl_s: How long a lookup's read locks last.
-        prepare_ttl_s: How long slots are lent to an engine that copies by itself.
+        prepare_ttl_s: How long slots are lent to an engine of LMCache's that copies by itself; one of kvshm's has them
+            as long as it lives.
         verify: Gather every chunk twice and compare: finds engines that write to blocks while they are stored.
 
     Raises:
@@ -145,6 +147,8 @@ class CacheServer:
             self._socket.setsockopt(zmq.LINGER, 500)
             self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_NBYTES)
             self._socket.setsockopt(zmq.RCVTIMEO, _IDLE_MS)
+            # A client that connects again under its routing id is not turned away while the broken connection lingers.
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._socket.bind(_WAKER_ENDPOINT)
             self._waker = self._context.socket(zmq.DEALER)
             undo.callback(self._waker.close, 0)
@@ -360,9 +364,9 @@ class _Call:
     operation: Operation | None = None
 
     @property
-    def connection(self) -> bytes:
-        """Which connection it came over."""
-        return self.head[0]
+    def client(self) -> bytes:
+        """Whose it is: a client's of kvshm, or else a connection's."""
+        return client_of(self.head[0])
 
     def answer(self, result: Any) -> None:
         """Send the result."""

@@ -59,7 +59,7 @@ class ServerDrivenOperations:
                 world_size,
                 object_layouts(context.kv_layer_groups_manager),
                 self._state.clock(),
-                call.connection,
+                call.client,
                 null_block_id=self._state.settings.null_block_id,
                 context=context,
             )
@@ -86,7 +86,7 @@ class ServerDrivenOperations:
                 identity.world_size,
                 object_layouts(context.kv_layer_groups_manager),
                 self._state.clock(),
-                call.connection,
+                call.client,
                 is_kvshm=True,
                 worker_ids={identity.worker_id},
                 cache_salt=identity.cache_salt,
@@ -275,15 +275,15 @@ class ServerDrivenOperations:
         worker_id = worker_of(key)
         scope = scope_of(key)
 
-        def unlock() -> None:
-            state.plain_lookups.release_one(call.connection, scope, key.request_id, prefix, worker_id, chunks)
+        def unlock(entries: list[Entry]) -> None:
+            state.plain_lookups.release_one(call.client, scope, key.request_id, prefix, worker_id, chunks)
 
         try:
             registration, context = self._server_driven(instance_id)
             ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
             found = state.cached(scope, worker_id, registration, hashes)
         except (ValueError, LookupError):
-            unlock()
+            unlock([])
             state.counters.failed_retrieves += 1
             raise
         registration.worker_ids.add(worker_id)
@@ -306,14 +306,14 @@ class ServerDrivenOperations:
         registration, context = self._server_driven(instance_id)
         hashes = state.hashes_of(tokens)
 
-        def unlock() -> None:
-            state.use_up(registration, request_id, hashes)
+        def unlock(entries: list[Entry]) -> None:
+            state.use_up(registration, request_id, hashes, entries)
 
         try:
             ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
             found = state.cached(registration.scope, registration.worker_id, registration, hashes)
         except ValueError:
-            unlock()
+            unlock([])
             state.counters.failed_retrieves += 1
             raise
         return self._retrieve(call, registration, context, found, ids, skip_first_n_tokens, deadline_ns, unlock, True)
@@ -327,13 +327,13 @@ class ServerDrivenOperations:
         ids: BlockIds,
         skip_first_n_tokens: int,
         deadline_ns: int | None,
-        unlock: Callable[[], None],
+        unlock: Callable[[list[Entry]], None],
         result: Any,
     ) -> object:
         state = self._state
         entries = [entry for group in found.values() for entry in group if entry is not None]
         state.objects.hold(entries)
-        unlock()
+        unlock(entries)
         registration.begin_copy()
 
         def work() -> int:

@@ -34,7 +34,10 @@ class EngineDrivenOperations:
     def register_kv_cache_engine_driven_context(self, call: Call, spec: EngineDrivenSpec) -> dict[str, Any]:
         """Enter an engine that copies by itself, and say where the pool is."""
         layout, form = plain_object_layout(spec, self._state.settings.chunk_size)
-        if not self._is_same(spec, layout):
+        known = self._known(spec, layout)
+        if known is not None:
+            known.client = call.client
+        else:
             self._state.enter(
                 Registration(
                     spec.instance_id,
@@ -42,7 +45,7 @@ class EngineDrivenOperations:
                     spec.world_size,
                     (layout,),
                     self._state.clock(),
-                    call.connection,
+                    call.client,
                     holder=Holder(spec.instance_id, None),
                     slot_form=form,
                 )
@@ -113,7 +116,7 @@ class EngineDrivenOperations:
 
     def _unlock(self, call: Call, key: CacheKey) -> None:
         self._state.plain_lookups.release_one(
-            call.connection,
+            call.client,
             scope_of(key),
             key.request_id,
             self._state.hashes_up_to(key),
@@ -129,17 +132,18 @@ class EngineDrivenOperations:
             )
         return registration, registration.slot_form
 
-    def _is_same(self, spec: EngineDrivenSpec, layout: ObjectLayout) -> bool:
-        """Whether the engine is registered like this already."""
+    def _known(self, spec: EngineDrivenSpec, layout: ObjectLayout) -> Registration | None:
+        """The engine, where it is registered like this already."""
         try:
             known = self._state.registration(spec.instance_id)
         except LookupError:
-            return False
-        return known.slot_form is not None and (known.model_name, known.world_size, known.objects) == (
+            return None
+        is_same = known.slot_form is not None and (known.model_name, known.world_size, known.objects) == (
             spec.model_name,
             spec.world_size,
             (layout,),
         )
+        return known if is_same else None
 
     # kvshm's engines: the objects of their layout, loans by an id of the engine's
 
@@ -162,7 +166,7 @@ class EngineDrivenOperations:
                 identity.world_size,
                 objects,
                 self._state.clock(),
-                call.connection,
+                call.client,
                 is_kvshm=True,
                 worker_ids={identity.worker_id},
                 cache_salt=identity.cache_salt,
@@ -231,12 +235,12 @@ class EngineDrivenOperations:
         try:
             found = state.cached(registration.scope, registration.worker_id, registration, hashes)
         except Refused:
-            state.use_up(registration, request_id, hashes)
+            state.use_up(registration, request_id, hashes, [])
             state.counters.failed_retrieves += 1
             raise
         entries = [entry for row in found.values() for entry in row if entry is not None]
         state.loans.lend_to_read(_holder(registration), loan_id, entries, state.clock())
-        state.use_up(registration, request_id, hashes)
+        state.use_up(registration, request_id, hashes, entries)
         return [
             [[chunk, entry.offset] for chunk, entry in enumerate(found.get(group, ())) if entry is not None]
             for group in range(len(registration.objects))

@@ -28,6 +28,8 @@ from kvshm.server.lookups import Scope
 
 __all__ = ["Registration", "Registrations", "SlotForm", "object_keys", "plain_object_layout"]
 
+_MAX_STORED = 1000  # workers remembered after their engine has gone, and layouts of each; past this the first goes
+
 
 @dataclass(frozen=True, slots=True)
 class SlotForm:
@@ -73,9 +75,12 @@ def plain_object_layout(spec: EngineDrivenSpec, chunk_size: int) -> tuple[Object
 
 
 def object_keys(scope: Scope, worker_id: int, layout: ObjectLayout, hashes: Iterable[bytes]) -> list[bytes]:
-    """Under which keys the store has the chunks of these hashes: equal for engines that may share them."""
+    """Under which keys the store has the chunks of these hashes: equal for engines that may share them.
+
+    The size is part of it: a peer's word for what its chunks mean is not checked against it.
+    """
     model_name, world_size, cache_salt = scope
-    identity = [model_name, world_size, worker_id, cache_salt, layout.meaning.hex()]
+    identity = [model_name, world_size, worker_id, cache_salt, layout.meaning.hex(), layout.nbytes]
     digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=CHUNK_HASH_NBYTES).digest()
     return [chunk_hash + digest for chunk_hash in hashes]
 
@@ -89,7 +94,7 @@ class Registration:
     world_size: int
     objects: tuple[ObjectLayout, ...]
     last_seen: float
-    connection: bytes = b""  # that it registered over
+    client: bytes = b""  # that registered it
     is_kvshm: bool = False  # registered by kvshm's client
     worker_ids: set[int] = field(default_factory=set)  # of LMCache's engines those that they stored as
     cache_salt: str = ""
@@ -209,20 +214,28 @@ class Registrations:
             or (registration.holder is not None and registration.holder.is_dead)
         ]
 
-    def models_on(self, connection: bytes) -> set[tuple[str, int]]:
-        """Model and world size of the engines that registered over a connection."""
-        return {(each.model_name, each.world_size) for each in self._by_id.values() if each.connection == connection}
+    def models_of(self, client: bytes) -> set[tuple[str, int]]:
+        """Model and world size of the engines that a client registered."""
+        return {(each.model_name, each.world_size) for each in self._by_id.values() if each.client == client}
 
     def has_stored(self, registration: Registration, worker_id: int) -> None:
         """An engine has stored as this worker."""
-        of_worker = self._stored.setdefault((registration.model_name, registration.world_size, worker_id), {})
+        if registration.is_kvshm:
+            return  # it says which worker it is
+        worker = (registration.model_name, registration.world_size, worker_id)
+        of_worker = self._stored.setdefault(worker, {})
         of_worker[registration.served] = None
+        if len(of_worker) > _MAX_STORED:
+            del of_worker[next(iter(of_worker))]
+        if len(self._stored) > _MAX_STORED:
+            del self._stored[next(iter(self._stored))]
 
     def needs_of(self, registration: Registration, workers: Iterable[int]) -> list[Need]:
-        """What a hit of an engine needs: its own objects, and those of each other worker under that worker's layout.
+        """What a hit of an engine needs: its own objects, and those of each other worker.
 
-        Workers of one layout have that of the asking engine. Those of pipeline stages have their own; where several are
-        registered for one worker, all of them must be served.
+        Another worker is asked for in the asking engine's layout, if an engine of that worker has it or none is
+        known: then the others there are replicas of another kind. A pipeline stage has other layers; it is asked for in
+        all layouts that its engines have, since which of them belongs to the asking one is not told.
         """
         needs: list[Need] = []
         for worker_id in workers:

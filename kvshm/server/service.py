@@ -77,9 +77,7 @@ class CacheService:
         needs = state.registrations.needs_of_all(key.model_name, key.world_size, workers)
         hit = state.longest_hit(scope, needs, hashes)
         self._count(len(hashes), hit.num_chunks)
-        state.plain_lookups.look_up(
-            call.connection, scope, key.request_id, hashes, hit, key.num_kv_readers, state.clock()
-        )
+        state.plain_lookups.look_up(call.client, scope, key.request_id, hashes, hit, key.num_kv_readers, state.clock())
         return NO_RESULT
 
     def kvshm_lookup(self, call: Call, instance_id: int, request_id: str | None, tokens: NDArray[np.int64]) -> int:
@@ -94,8 +92,8 @@ class CacheService:
             instance_id,
             registration.worker_id,
             hashes,
-            lambda workers: state.longest_hit(
-                registration.scope, state.registrations.needs_of(registration, workers), hashes
+            lambda workers, num_chunks: state.longest_hit(
+                registration.scope, state.registrations.needs_of(registration, workers), hashes[:num_chunks]
             ),
             state.clock(),
         )
@@ -137,25 +135,25 @@ class CacheService:
         counters.hit_tokens += num_found * size
 
     def query_prefetch_status(self, call: Call, request_id: str) -> int:
-        """Chunks that a lookup of this connection found, told once."""
-        return self.state.plain_lookups.result(call.connection, request_id)
+        """Chunks that a lookup of this client found, handed out once."""
+        return self.state.plain_lookups.result(call.client, request_id)
 
     def wait_prefetch_status(self, call: Call, request_id: str, timeout_s: float) -> int:
         """The same: lookups are done when they are answered."""
-        return self.state.plain_lookups.result(call.connection, request_id)
+        return self.state.plain_lookups.result(call.client, request_id)
 
     def free_lookup_locks(self, call: Call, key: CacheKey, tp_size: int) -> object:
         """Release what is left of a lookup's read locks in the key's range."""
         state, size = self.state, self.state.settings.chunk_size
         hashes = state.hashes_of(key.token_ids[: -(-key.end // size) * size])
         chunks = range(-(-key.start // size), -(-key.end // size))
-        state.plain_lookups.release_all(call.connection, scope_of(key), key.request_id, hashes, key.worker_id, chunks)
+        state.plain_lookups.release_all(call.client, scope_of(key), key.request_id, hashes, key.worker_id, chunks)
         return NO_RESULT
 
     def end_session(self, call: Call, request_id: str) -> object:
         """A request is over: nothing of it is kept."""
-        models = self.state.registrations.models_on(call.connection)
-        self.state.plain_lookups.end(call.connection, request_id, models)
+        models = self.state.registrations.models_of(call.client)
+        self.state.plain_lookups.end(call.client, request_id, models)
         return NO_RESULT
 
     # The rest

@@ -43,8 +43,8 @@ class Call(Protocol):
     """One request, to be answered once."""
 
     @property
-    def connection(self) -> bytes:
-        """Which connection it came over."""
+    def client(self) -> bytes:
+        """Whose it is: a client's of kvshm, or else a connection's."""
 
     def answer(self, result: Any) -> None:
         """Send the result."""
@@ -66,7 +66,7 @@ class Settings:
     reap_after_s: float = 30.0  # silence of an engine that ever pinged
     grace_s: float = 3600.0  # silence of one that never did
     pin_ttl_s: float = 300.0  # of a lookup's read locks
-    prepare_ttl_s: float = 600.0  # of slots lent to an engine that copies by itself
+    prepare_ttl_s: float = 600.0  # of slots lent to an engine without a liveness segment
     verify: bool = False  # gather twice and compare, to find engines that write to blocks while they are stored
 
     def __post_init__(self) -> None:
@@ -228,9 +228,13 @@ class ServerState:
             needs, len(hashes), lambda need, count: self._row(scope, need.worker_id, need.layout, hashes[:count])
         )
 
-    def use_up(self, registration: Registration, request_id: str | None, hashes: list[bytes]) -> None:
-        """An engine of kvshm's client retrieves: what lookups of its request pinned for it is used up."""
-        self.lookups.use_up(registration.scope, request_id, registration.instance_id, registration.worker_id, hashes)
+    def use_up(
+        self, registration: Registration, request_id: str | None, hashes: list[bytes], entries: list[Entry]
+    ) -> None:
+        """An engine of kvshm's client retrieves these objects (none on a miss): its pins of the request are used up."""
+        self.lookups.use_up(
+            registration.scope, request_id, registration.instance_id, registration.worker_id, hashes, entries
+        )
 
     def num_found(self, registration: Registration, hashes: list[bytes]) -> int:
         """Chunks that a lookup by an engine of kvshm's client would find now."""
@@ -258,14 +262,7 @@ class ServerState:
 
     def _row(self, scope: Scope, worker_id: int, layout: ObjectLayout, hashes: list[bytes]) -> list[Entry | None]:
         """The visible objects of these chunks."""
-        row = [self.objects.get(name) for name in object_keys(scope, worker_id, layout, hashes)]
-        for index, entry in enumerate(row):
-            if entry is not None and entry.nbytes != layout.nbytes:
-                row[index] = None
-                self.record(
-                    f"a cached chunk has {entry.nbytes} bytes, this layout's have {layout.nbytes}: taken as missing"
-                )
-        return row
+        return [self.objects.get(name) for name in object_keys(scope, worker_id, layout, hashes)]
 
     # Records
 

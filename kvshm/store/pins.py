@@ -28,34 +28,54 @@ class Found(Generic[E]):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """Chunks of one worker and object group, and how many holds are left on each."""
+    """Chunks of one worker and object group, and how many pins are left on each."""
 
     found: Found[Entry]
-    num_holds: list[int]
+    num_pins: list[int]
 
 
 class PinnedChunks:
-    """The pins of one lookup: ``num_readers`` holds on each chunk that it found."""
+    """The pins of one lookup: ``num_readers`` on each chunk that it found."""
 
-    __slots__ = ("_rows", "_store")
+    __slots__ = ("_num_pins", "_rows", "_store")
 
     def __init__(self, store: ChunkStore, found: Iterable[Found[Entry]], num_readers: int = 1) -> None:
         self._store = store
         self._rows = [_Row(part, [num_readers] * len(part.entries)) for part in found]
+        self._num_pins: dict[int, int] = {}  # that are left, per worker
         for row in self._rows:
             store.hold(row.found.entries, num_readers)
+            worker_id = row.found.worker_id
+            self._num_pins[worker_id] = self._num_pins.get(worker_id, 0) + sum(row.num_pins)
 
     @property
     def num_pins(self) -> int:
-        """Holds that are left."""
-        return sum(sum(row.num_holds) for row in self._rows)
+        """Pins that are left."""
+        return sum(self._num_pins.values())
 
     def is_pinned(self, worker_id: int | None) -> bool:
-        """Whether holds are left for a worker, or (None) for any."""
-        return any(any(row.num_holds) for row in self._rows if worker_id in (None, row.found.worker_id))
+        """Whether pins are left for a worker, or (None) for any."""
+        return bool(self.num_pins if worker_id is None else self._num_pins.get(worker_id))
+
+    def covers(self, found: Iterable[Found[Entry]]) -> bool:
+        """Whether a pin is left, for its worker, on each of these chunks."""
+        return all(self._pinned(part.worker_id).issuperset(part.entries) for part in found)
+
+    def touches(self, worker_id: int, entries: Iterable[Entry]) -> bool:
+        """Whether a pin is left, for a worker, on any of these objects."""
+        return not self._pinned(worker_id).isdisjoint(entries)
+
+    def _pinned(self, worker_id: int) -> set[Entry]:
+        return {
+            entry
+            for row in self._rows
+            if row.found.worker_id == worker_id
+            for entry, num_pins in zip(row.found.entries, row.num_pins, strict=True)
+            if num_pins
+        }
 
     def release_one(self, worker_id: int, chunks: range) -> None:
-        """A retrieve is done: give up one hold on each of its chunks."""
+        """A retrieve is done: give up one pin on each of its chunks."""
         self._release(worker_id, chunks, all_readers=False)
 
     def release_all(self, worker_id: int | None = None, chunks: range | None = None) -> None:
@@ -70,7 +90,8 @@ class PinnedChunks:
             start, stop = (0, length) if chunks is None else (chunks.start - first, chunks.stop - first)
             released = []
             for index in range(max(start, 0), min(stop, length)):
-                times = row.num_holds[index] if all_readers else min(row.num_holds[index], 1)
-                row.num_holds[index] -= times
+                times = row.num_pins[index] if all_readers else min(row.num_pins[index], 1)
+                row.num_pins[index] -= times
                 released += [row.found.entries[index]] * times
+            self._num_pins[row.found.worker_id] -= len(released)
             self._store.release(released)

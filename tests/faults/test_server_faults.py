@@ -166,29 +166,6 @@ def test_reserving_can_be_stopped() -> None:
     pool.close()
 
 
-# Chunks that are not what they should be
-
-
-@pytest.mark.parametrize("nbytes", [CHUNK_NBYTES - 2, CHUNK_NBYTES + 2])
-def test_a_chunk_of_another_size_is_a_miss_with_a_record(server: CacheServer, nbytes: int) -> None:
-    with CacheClient(server.endpoint) as client:
-        arrays = layers()
-        engine = client.register(arrays, "model", layout_hints=NHD)
-        engine.store(TOKENS, BLOCKS)
-
-        def spoil() -> None:
-            entry = list(server._state.objects._index.values())[-2]
-            entry.nbytes = nbytes
-
-        server.call(spoil)
-        wipe(arrays)
-        assert engine.lookup(TOKENS) == CHUNK
-        assert engine.retrieve(TOKENS, BLOCKS) == 0
-        assert not any(array.any() for array in arrays)
-        assert f"a cached chunk has {nbytes} bytes, this layout's have {CHUNK_NBYTES}" in client.status()["last_error"]
-        engine.retrieve(TOKENS[:CHUNK], BLOCKS)
-
-
 # Slow work
 
 

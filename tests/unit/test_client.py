@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -27,6 +28,7 @@ from kvshm.shm.liveness import Liveness
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
+    CHUNK_NBYTES,
     NHD,
     bits,
     blocks_of,
@@ -366,6 +368,21 @@ def test_plain_operations(client: CacheClient) -> None:
     assert client.server_info().is_kvshm
 
 
+def test_many_plain_lookups_at_once(client: CacheClient) -> None:
+    """A client may have several connections; its lookups are its own whatever they are made on."""
+    engine = client.register(layers(), "model", layout_hints=NHD)
+    engine.store(TOKENS, BLOCKS)
+    with contextlib.ExitStack() as taken:
+        for number in range(200):
+            client.lookup(key_map(TOKENS, worker_id=None, request_id=str(number)))
+            if number % 50 == 0:  # another connection from here on
+                connection = client._connections.take()
+                taken.callback(client._connections.give, connection)
+        assert {client.query_prefetch_status(str(number)) for number in range(200)} == {3}
+    for number in range(200):
+        client.end_session(str(number))
+
+
 def test_a_plain_operation_raises_the_servers_reason(client: CacheClient) -> None:
     with pytest.raises(CacheServerError, match="store: instance 5 is not registered"):
         client.store(key_map(TOKENS), 5, [BLOCKS])
@@ -563,6 +580,28 @@ def test_odd_slots_are_misses(hello: dict[str, Any], odd: Any, segment_name: str
     assert "kvshm_commit_store" not in given_back
 
 
+def test_slots_that_were_not_asked_for_are_misses(hello: dict[str, Any], segment_name: str) -> None:
+    """The second chunk has no data."""
+    with kvshm.Segment.create(1 << 16, segment_name):
+        answers: dict[Any, Any] = {
+            21: [CHUNK],
+            "kvshm_hello": [hello],
+            "kvshm_register_engine_driven": [{"shm_name": segment_name, "pool_size": 1 << 16}],
+            "kvshm_unregister": [],
+            "kvshm_prepare_store": [{"slots": [[[0, 0], [1, CHUNK_NBYTES], [2, 2 * CHUNK_NBYTES]]], "found": 3}],
+            "kvshm_give_back": [],
+            "kvshm_count": [0],
+            22: [True],
+        }
+        with silent_server(answers) as url, CacheClient(url, timeout_s=5.0) as client:
+            engine = client.register(caches("engine_driven"), "model", layout_hints=NHD, transfer_mode="engine_driven")
+            assert engine.store(TOKENS, [1, 2, 0, 4, 5, 6]) == 0
+            assert "lent slots for chunks [0, 1, 2] of object group 0, but was asked for [0, 2]" in str(
+                client.last_error
+            )
+            engine.unregister()
+
+
 @pytest.mark.parametrize(
     "changes", [{"clock_ns": None}, {"chunk_size": "6"}, {"null_block_id": "0"}, {"liveness": None}, {"boot_token": 1}]
 )
@@ -688,8 +727,13 @@ def test_errors_on_request() -> None:
             engine = client.register(layers(), "model", layout_hints=NHD)
             with pytest.raises(CacheServerError, match="3 of 3 chunks are not cached"):
                 engine.retrieve(TOKENS, BLOCKS)
-        with pytest.raises(ServerUnreachableError):
-            engine.store(TOKENS, BLOCKS)
+        for call in (engine.store, engine.retrieve, engine.store):
+            with pytest.raises(ServerUnreachableError):
+                call(TOKENS, BLOCKS)
+        with pytest.raises(ServerUnreachableError, match=r"the cache server is away: no|the cache server is away: the"):
+            engine.lookup(TOKENS)
+        engine.unregister()
+        assert engine.lookup(TOKENS) == 0, "that is nothing that went wrong with the server"
 
 
 def test_another_chunk_size_after_a_restart(caplog: pytest.LogCaptureFixture) -> None:
@@ -796,6 +840,35 @@ def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest
         while not engine.is_registered:
             client.noop(timeout_s=5.0)
         assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_blocks_stay_unsettled_when_the_client_is_closed(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    """Nobody asks any more whether the copy has ended; the server's death would tell."""
+    copies: Any = importlib.import_module("kvshm.server.copies")
+    go_on = threading.Event()
+    real = copies.scatter_chunks
+
+    def slow(*args: Any) -> None:
+        assert go_on.wait(20)
+        real(*args)
+
+    with CacheClient(server.endpoint, timeout_s=0.3, heartbeat_s=0.05, raises=raises) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        engine.store(TOKENS, BLOCKS)
+        monkeypatch.setattr(copies, "scatter_chunks", slow)
+        with pytest.raises(ServerTimeoutError) if raises else contextlib.nullcontext():
+            assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 0
+        while not client.is_up:
+            client.noop(timeout_s=5.0)
+        client.close()
+        assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
+        engine.unregister()
+        assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
+        assert engine.store(TOKENS, BLOCKS) == 0
+        go_on.set()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, wire.WireError])

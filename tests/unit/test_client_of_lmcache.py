@@ -148,6 +148,33 @@ def test_the_locks_of_other_workers_are_given_back(server: Standing) -> None:
         assert [payload[0]["worker_id"] for name, payload in asked if name != "wait"] == [None, 0, 2]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_share_is_given_up_once(server: Standing, world_size: int) -> None:
+    # Locks there are counts without an owner: giving them up twice takes another request's.
+    server.found = 3
+    with engine_of(server, world_size=world_size) as engine:
+        engine.lookup(TOKENS, "r")
+        engine.retrieve(TOKENS, BLOCKS, request_id="r")
+        assert names(server.take_asked()) == ["lookup", "wait", "retrieve", "end_session"][: 5 - world_size]
+        engine.release(TOKENS, "r")
+        assert server.take_asked() == []
+        assert engine.retrieve(TOKENS, BLOCKS, request_id="r") == 3 * CHUNK
+        asked = server.take_asked()
+        assert names(asked) == ["lookup", "wait", "retrieve", "end_session"]
+        assert asked[0][1][0]["request_id"] != "r"
+
+        engine.lookup(TOKENS, "r")
+        server.take_asked()
+        engine.release(request_id="r")
+        assert names(server.take_asked()) == ["free_lookup_locks", "end_session"][: 3 - world_size]
+        engine.release(TOKENS, "r")
+        assert server.take_asked() == []
+
+        engine.release(TOKENS, "of another worker")
+        asked = server.take_asked()
+        assert names(asked) == ["free_lookup_locks"] * (world_size - 1)
+
+
 @pytest.mark.parametrize("wrong", [-1, 31])
 def test_ids_of_no_block_are_not_sent(server: Standing, wrong: int) -> None:
     # It would count -1 from the end, and keep the chunks of 31 locked for ten minutes.

@@ -105,3 +105,14 @@ def test_names_resolve_in_an_interpreter_that_imported_nothing_else() -> None:
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, env=environment()
     )
     assert (done.stdout, done.stderr) == ("2\n", "")
+
+
+def test_ml_dtypes_is_imported_when_it_is_needed() -> None:
+    code = """
+import sys, numpy as np, kvshm
+kvshm.zeros((2,), "float16")
+assert "ml_dtypes" not in sys.modules
+kvshm.zeros((2,), "bfloat16")
+assert "ml_dtypes" in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=environment())

@@ -271,6 +271,41 @@ class TestWorkers:
         assert [engine.retrieve([1, 2, 3, 4], [5, 6, 7, 8], request_id="r") for engine, _ in engines] == [4, 4]
         assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
 
+    def test_a_request_in_another_layout_is_not_joined(self, client: CacheClient, mode: Any) -> None:
+        """The second worker has an engine that stored in the first one's layout, and one whose layout is another."""
+        layouts = [(0, 2), (1, 2), (1, 1)]
+        engines = [
+            client.register(
+                numbered(*[(2, 9, 1, 1, 1)] * num_layers),
+                "m",
+                layout_hints=NHD,
+                transfer_mode=mode,
+                world_size=2,
+                worker_id=worker_id,
+            )
+            for worker_id, num_layers in layouts
+        ]
+        assert [engine.store([1, 2], [1, 2]) for engine in engines[:2]] == [0, 2]
+        assert engines[0].lookup([1, 2], "r") == 2
+        assert engines[2].lookup([1, 2], "r") == 0
+        with pytest.raises(CacheServerError, match="1 of 1 chunks are not cached"):
+            engines[2].retrieve([1, 2], [3, 4], request_id="r")
+        assert engines[1].lookup([1, 2], "r") == 2
+        assert [engine.retrieve([1, 2], [3, 4], request_id="r") for engine in engines[:2]] == [2, 2]
+        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+
+    def test_what_a_worker_was_promised_outlives_the_engine_that_asked_first(
+        self, client: CacheClient, mode: Any
+    ) -> None:
+        (first, _), (second, _) = self.pipeline(client, mode)
+        for engine in (first, second):
+            engine.store([1, 2], [1, 2])
+        assert (first.lookup([1, 2], "r"), second.lookup([1, 2], "r")) == (2, 2)
+        first.unregister()
+        assert client.status()["lookups"] == {"open": 1, "read_locks": 1}
+        assert second.retrieve([1, 2], [3, 4], request_id="r") == 2
+        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+
 
 class TestPlainWorkers:
     """The same in LMCache's own frames, which say who they are only when they store."""
@@ -376,6 +411,12 @@ class TestLayoutsByGuess:
         for hints in ({"kvlayout": "NHD"}, {"kv_layout": "NHD", "x": 1}):
             with pytest.raises(ValueError, match=r"unknown layout hints? .*known are .*kv_layout"):
                 client.register(arrays, "m", layout_hints=hints, transfer_mode=mode)
+
+    def test_hints_of_other_engines(self, client: CacheClient, mode: Any) -> None:
+        """They are checked, sent along, and not looked at."""
+        hints = {"kv_layout": "NHD", "head_dim": np.int32(7), "tokens_per_block": None, "kv_list_layout": "k_v"}
+        with client.register(numbered((2, 9, 1, 1, 1)), "m", layout_hints=hints, transfer_mode=mode) as engine:
+            assert engine.store([1, 2], [1, 2]) == 2
 
     def test_a_contiguous_sequence_is_no_paged_cache(self, client: CacheClient, mode: Any) -> None:
         """A view [2, NB, NH, BS, HS] of [2, NH, S, HS], with as many heads as blocks."""
@@ -600,6 +641,10 @@ class TestInput:
             ({"world_size": 0}, "world_size"),
             ({"worker_id": "0"}, "worker_id"),
             ({"layout_hints": [("kv_layout", "NHD")]}, "layout_hints"),
+            ({"layout_hints": NHD | {"head_dim": object()}}, "'head_dim': expected a positive integer"),
+            ({"layout_hints": NHD | {"num_kv_heads": 2**70}}, "'num_kv_heads': expected a positive integer"),
+            ({"layout_hints": NHD | {"kv_list_layout": 5}}, "'kv_list_layout' is 5"),
+            ({"excluded_layers": [0]}, "excluded_layers names all layers"),
         ],
     )
     def test_registrations(self, client: CacheClient, mode: Any, changes: dict[str, Any], text: str) -> None:

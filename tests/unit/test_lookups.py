@@ -26,7 +26,7 @@ class Cache:
     """A store of the chunks a, b and c of two workers."""
 
     def __init__(self) -> None:
-        self.store = ChunkStore(6 * NBYTES)
+        self.store = ChunkStore(7 * NBYTES)
         names = [name(worker_id, chunk) for worker_id in (0, 1) for chunk in (b"a", b"b", b"c")]
         reservation = self.store.reserve([(each, NBYTES) for each in names])
         assert reservation
@@ -73,13 +73,15 @@ class Engines:
             engine,
             self.worker(engine),
             hashes,
-            lambda workers: self.cache.hit(workers, hashes),
+            lambda workers, count: self.cache.hit(workers, hashes[:count]),
             now,
         )
 
     def retrieve(self, engine: int, chunks: str, request: str | None) -> None:
         hashes = [chunk.encode() for chunk in chunks]
-        self.lookups.use_up(self.scope, request, engine, self.worker(engine), hashes)
+        named = [self.cache.store.get(name(self.worker(engine), each)) for each in hashes]
+        entries = [entry for entry in named if entry]
+        self.lookups.use_up(self.scope, request, engine, self.worker(engine), hashes, entries)
 
 
 @pytest.fixture
@@ -177,9 +179,14 @@ def test_replicas_do_not_share_a_request(cache: Cache, engines: Engines) -> None
 def test_requests_of_other_models_are_other_requests(cache: Cache) -> None:
     lookups = EngineLookups(cache.store, 7.0)
     hashes = [b"a"]
+
+    def search(workers: Iterable[int], count: int) -> Hit[Entry]:
+        return cache.hit(workers, hashes[:count])
+
     for scope in (TWO, ("model", 2, "salt"), ("other", 2, "")):
-        assert lookups.look_up(scope, "r", 0, 0, hashes, lambda workers: cache.hit(workers, hashes), 0.0) == 1
-    lookups.use_up(TWO, "r", 1, 1, hashes)
+        assert lookups.look_up(scope, "r", 0, 0, hashes, search, 0.0) == 1
+    (entry,) = cache.hit([1], hashes).found[0].entries
+    lookups.use_up(TWO, "r", 1, 1, hashes, [entry])
     assert lookups.num_pins == 5
 
 
@@ -217,6 +224,95 @@ def test_pins_end_by_themselves(cache: Cache, engines: Engines) -> None:
     engines.look_up(0, "ab", "r")
     engines.lookups.end_all()
     assert (cache.held, len(engines.lookups)) == ([0, 0], 0)
+
+
+def test_the_oldest_of_many_is_looked_up_again(cache: Cache, engines: Engines) -> None:
+    for number in range(256):
+        engines.look_up(0, "abc", str(number))
+    assert engines.look_up(0, "ab", "0") == 2
+    assert len(engines.lookups) == 256
+    for number in range(256):
+        engines.lookups.release(TWO, str(number), 0, 0)
+    assert (cache.held, engines.lookups.num_pins) == ([0, 0], 0)
+
+
+def test_nobody_is_promised_more_than_another_has_retrieved(cache: Cache, engines: Engines) -> None:
+    """What is stored between two lookups of a request is not found by the second, once a worker has used the first."""
+    assert engines.look_up(0, "ab", "r") == 2
+    engines.retrieve(1, "ab", "r")
+    assert engines.look_up(0, "abc", "r") == 2
+    engines.retrieve(0, "ab", "r")
+    assert (cache.held, len(engines.lookups)) == ([0, 0], 0)
+
+
+def test_what_another_worker_was_promised_is_not_replaced(cache: Cache, engines: Engines) -> None:
+    assert engines.look_up(0, "ab", "r") == 2
+    assert engines.look_up(1, "ab", "r") == 2
+    assert engines.look_up(0, "abc", "r") == 2
+    assert engines.look_up(0, "a", "r") == 1
+    assert cache.held == [2, 2]
+    engines.lookups.end_of(0)
+    assert cache.held == [0, 2], "the engine that asked first has gone"
+    engines.retrieve(1, "ab", "r")
+    assert (cache.held, len(engines.lookups)) == ([0, 0], 0)
+
+
+def test_a_lookup_that_does_not_serve_a_worker_is_not_joined(cache: Cache, engines: Engines) -> None:
+    """The layout of engine 1 has objects of its own, of which only the first chunk is cached."""
+    reservation = cache.store.reserve([(b"other layout a", NBYTES)])
+    assert reservation
+    cache.store.commit(reservation)
+    assert engines.look_up(0, "abc", "r") == 3
+
+    def search(workers: Iterable[int], count: int) -> Hit[Entry]:
+        names = {0: "0 %s", 1: "other layout %s"}
+        needs = [Need(worker_id, ObjectLayout(b"", NBYTES)) for worker_id in workers]
+        return longest_hit(
+            needs,
+            count,
+            lambda need, count: [cache.store.get((names[need.worker_id] % each).encode()) for each in "abc"[:count]],
+        )
+
+    assert engines.lookups.look_up(TWO, "r", 1, 1, [b"a", b"b", b"c"], search, 0.0) == 1
+    engines.lookups.use_up(TWO, "r", 3, 1, [b"a"], search([1], 1).found[0].entries)
+    assert engines.lookups.num_pins == 8, "that is another replica's"
+    engines.retrieve(1, "a", "r")
+    assert cache.held == [3, 3], "the first is as it was"
+
+
+def test_replicas_do_not_use_up_each_others(cache: Cache, engines: Engines) -> None:
+    """Engines 0 and 1 are one replica, 2 and 3 another; both count their requests from 0."""
+    engines.look_up(0, "ab", "0")
+    engines.look_up(2, "ab", "0")
+    engines.retrieve(1, "ab", "0")
+    assert engines.lookups.num_pins == 6, "of one of them"
+    engines.lookups.release(TWO, "0", 1, 1)
+    assert engines.lookups.num_pins == 4, "of the same one"
+    engines.lookups.release(TWO, "0", 0, 0)
+    assert engines.lookups.num_pins == 4, "it is not told whose the other is"
+    engines.retrieve(3, "ab", "0")
+    engines.retrieve(2, "ab", "0")
+    assert (cache.held, len(engines.lookups)) == ([0, 0], 0)
+
+
+def test_a_share_that_was_promised_is_nobody_elses(cache: Cache, engines: Engines) -> None:
+    engines.look_up(0, "ab", "r")
+    assert engines.look_up(1, "ab", "r") == 2
+    engines.retrieve(3, "ab", "r")
+    assert cache.held == [2, 2]
+    assert engines.look_up(3, "abc", "r") == 3, "a lookup of its own"
+    engines.retrieve(1, "ab", "r")
+    engines.retrieve(0, "ab", "r")
+    assert cache.held == [3, 3]
+
+
+def test_joining_lets_pins_last_longer(cache: Cache, engines: Engines) -> None:
+    engines.look_up(0, "ab", "r", now=0.0)
+    engines.look_up(0, "a", "s", now=5.0)
+    engines.look_up(1, "ab", "r", now=6.0)
+    assert engines.lookups.expire(12.5) == 1
+    assert cache.held == [2, 2]
+    assert engines.lookups.expire(13.0) == 1
 
 
 # LMCache's frames, of which only the connection is known
@@ -333,6 +429,25 @@ def test_plain_lookups_end_by_themselves(cache: Cache, plain: Plain, told: bool)
     plain.look_up(b"1", "ab", now=9.0)
     plain.lookups.end_all()
     assert (cache.held, len(plain.lookups)) == ([0, 0], 0)
+
+
+def test_a_session_that_found_nothing_ends_no_others(cache: Cache, plain: Plain) -> None:
+    """Two engines that count their requests from 0."""
+    plain.look_up(b"1", "xy", "0")
+    plain.look_up(b"2", "ab", "0")
+    assert plain.lookups.result(b"1", "0") == 0
+    plain.lookups.end(b"1", "0", [("model", 1)])
+    assert cache.held == [2, 0]
+    assert plain.lookups.result(b"2", "0") == 2
+
+
+def test_a_client_that_never_asks_for_results_does_not_fill_the_books(cache: Cache, plain: Plain) -> None:
+    plain.look_up(b"2", "abc", "mine")
+    for number in range(20_000):
+        plain.look_up(b"1", "ab", str(number))
+    assert len(plain.lookups) == 10_001
+    assert plain.lookups.result(b"2", "mine") == 3, "each for itself"
+    assert plain.lookups.result(b"1", "0") == 0, "the oldest went"
 
 
 def test_ended_plain_lookups_are_forgotten(plain: Plain) -> None:

@@ -68,6 +68,8 @@ def test_known_answer() -> None:
         (b"\1\2", "token_ids is of type bytes"),
         (bytearray(b"\1"), "token_ids is of type bytearray"),
         (memoryview(b"\1\2"), "token_ids is of type memoryview"),
+        (np.zeros((2, 2), "<i8").data, r"array of shape \(2, 2\) and dtype int64"),
+        (np.zeros(2).data, r"array of shape \(2,\) and dtype float64"),
         (memoryview(bytearray(b"\1")), "token_ids is of type memoryview"),
         (np.ma.array([1, 2], mask=[False, True]), "token_ids is a masked array"),
         ({1, 2}, "token_ids is of type set"),

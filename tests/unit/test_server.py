@@ -504,6 +504,32 @@ def borrower(raw: RawClient, instance_id: int = 8) -> Iterator[Liveness]:
     liveness.close()
 
 
+def test_a_size_that_is_a_lie_is_nobody_elses(server: CacheServer, raw: RawClient) -> None:
+    """What a peer says of its chunks is not checked, so it counts for those who say the same."""
+    liveness = Liveness()
+    lied = OBJECT | {"nbytes": 1}
+    assert raw.ask("kvshm_register_engine_driven", 7, IDENTITY, [lied], liveness.name)
+    raw.ask("kvshm_prepare_store", 7, "loan", token_array(TOKENS).tobytes(), [[0, 1, 2]])
+    assert raw.ask("kvshm_commit_store", 7, "loan") == [3]
+    with borrower(raw):
+        assert raw.ask("kvshm_commit_store", 8, "loan") == [3]
+    raw.ask("kvshm_unregister", 7)
+    liveness.close()
+
+
+def test_an_engine_that_registers_again_speaks_over_its_new_connection(server: CacheServer) -> None:
+    with RawClient(server.endpoint) as first, RawClient(server.endpoint) as again, RawClient(server.endpoint) as other:
+        first.ask(14, SPEC)
+        again.ask(14, SPEC)
+        first.ask(8, key_map(TOKENS, worker_id=None), 1)
+        other.ask(8, key_map(TOKENS, worker_id=None, model_name="other"), 1)
+        assert status(server)["lookups"]["open"] == 2
+        again.ask(13, "request")
+        assert status(server)["lookups"]["open"] == 1, "of its own model"
+        other.ask(13, "request")
+        first.ask(15, 8)
+
+
 @pytest.mark.parametrize("is_name_gone", [False, True])
 def test_slots_of_a_silent_engine_are_its_own_while_it_lives(is_name_gone: bool) -> None:
     """It may be stopped while it writes. Its clocks run out; a login manager removes names when its user logs out."""
