@@ -24,7 +24,6 @@ from kvshm.store.pool_memory import PoolMemory
 from tests.support.cache_server import (
     BLOCK,
     CHUNK,
-    CHUNK_NBYTES,
     NHD,
     RawClient,
     blocks_of,

@@ -168,7 +168,7 @@ def test_difference_24_recurrent_state_is_written_if_one_of_its_tokens_is(skip: 
 def test_a_layout_never_changes_after_it_was_registered() -> None:
     context = windowed(layers(), BS)
     nbytes = object_group_nbytes(context, 1)
-    with pytest.raises(ValueError, match=r"this layout is that of a registered cache, .* with full_sw_kv=True instead"):
+    with pytest.raises(ValueError, match=r"this layout is that of a context, .* with full_sw_kv=True instead"):
         context.kv_layer_groups_manager.enable_full_sw_kv()
     assert object_group_nbytes(context, 1) == nbytes
     gather_chunks(context, [IDS[:2], IDS[2:4]], [bytearray(nbytes)], 1)
