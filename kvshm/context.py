@@ -1,44 +1,38 @@
-"""CPUCacheContext: a registered cache. Maps its descriptors, applies the layout, and hands out views.
+"""CPUCacheContext: a mapped cache with the face of LMCache's CPU cache context.
 
-The context owns the mapped arrays, a staging buffer for a few chunks, and a buffer for block ids. It moves no KV
-itself: :mod:`kvshm.transfer` does, between the planes that :meth:`CPUCacheContext.kernel_group_planes` gives and chunk
-objects as this layout lays them out.
+Everything that kvshm itself needs is in :class:`kvshm.cache.MappedCache`. Here stand the other names of the original:
+sizes under its names, addresses, a staging buffer for a few chunks and a buffer for block ids, which are made when they
+are first asked for.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvshm.cache import MappedCache, leaves_of
 from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType, dtype_name
-from kvshm.formats.detect import EngineType, LayoutHints, normalize_and_discover_per_layer_formats
+from kvshm.formats.detect import EngineType, LayoutHints
 from kvshm.formats.names import EngineKVFormat
-from kvshm.layout.engine_groups import EngineGroupInfo, engine_group_layer_indices
+from kvshm.layout.engine_groups import EngineGroupInfo
 from kvshm.layout.groups import KVLayerGroupsManager, PageBufferShapeDesc
-from kvshm.planes import PagedPlane, group_leaves, group_planes
-from kvshm.shm.objects import SHM_DIR
+from kvshm.planes import PagedPlane, group_leaves
 from kvshm.staging import MAX_BATCH_SIZE, StagingBuffer
 from kvshm.stream import HostStream
-from kvshm.wrapper import ShmArrayWrapper
 
 __all__ = ["CPUCacheContext", "PagedPlane"]
 
-log = logging.getLogger("kvshm")
-
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Owned = TypeVar("Owned")
 
 MAX_BLOCK_IDS = 1_000_000
 
 
-class CPUCacheContext:
+class CPUCacheContext(MappedCache):
     """A registered paged KV cache in host memory.
 
     Args:
@@ -68,48 +62,44 @@ class CPUCacheContext:
         separate_object_groups: bool = True,
         full_sw_kv: bool = False,
     ) -> None:
-        normalised, formats = normalize_and_discover_per_layer_formats(
-            _mapped(kv_caches), engine_group_layer_indices(engine_group_infos), engine_type, layout_hints
+        super().__init__(
+            kv_caches,
+            lmcache_tokens_per_chunk,
+            layout_hints,
+            engine_group_infos,
+            engine_type,
+            separate_object_groups,
+            full_sw_kv,
         )
-        manager = KVLayerGroupsManager(
-            normalised, formats, engine_group_infos, lmcache_tokens_per_chunk, separate_object_groups
-        )
-        if full_sw_kv:
-            manager.enable_full_sw_kv()
-        manager.freeze()  # transfers work out offsets once
-        self._kv_caches: ArrayTree = normalised
-        self._num_layers = len(formats)
-        self._manager = manager
-        leaves = list(_leaves(normalised))
+        # Readable also when the context is closed.
+        leaves = list(leaves_of(self.arrays))
         addresses = {id(leaf): leaf.__array_interface__["data"][0] if leaf.nbytes else 0 for leaf in leaves}
         self._pointers = np.array([addresses[id(leaf)] for leaf in leaves], dtype=np.int64)
         self._group_pointers = [
-            np.array([addresses[id(leaf)] for leaf in group_leaves(normalised, group)], dtype=np.int64)
-            for group in manager.kernel_groups
+            np.array([addresses[id(leaf)] for leaf in group_leaves(self.arrays, group)], dtype=np.int64)
+            for group in self._layout.kernel_groups
         ]
-        self._planes: dict[int, tuple[PagedPlane, ...]] = {}
-        self.transfer_plans: dict[int, Any] = {}  # per object group, what kvshm.transfer works out once
-        self._block_ids: npt.NDArray[np.int64] | None = np.empty(MAX_BLOCK_IDS, dtype=np.int64)
-        self._staging: StagingBuffer | None = StagingBuffer(manager)
         self._stream = HostStream()
         self._high_priority_stream = HostStream(priority=-1)
-        _check_shm_capacity(sum(leaf.nbytes for leaf in leaves))
 
     def close(self) -> None:
-        """Let go of the cache and of all buffers; idempotent. Sizes stay readable.
+        """Drop the cache and all buffers; idempotent. Sizes stay readable.
 
         A mapping goes with the last view of it, also those handed out before.
         """
-        self._kv_caches = None
-        self._staging = None
-        self._planes = {}
-        self.transfer_plans = {}
-        self._block_ids = None
+        super().close()
+        self.__dict__.pop("_staging", None)
+        self.__dict__.pop("_block_ids", None)
 
-    def _open(self, owned: Owned | None) -> Owned:
-        if owned is None:
-            raise ValueError("the cache context is closed; register the cache again")
-        return owned
+    @cached_property
+    def _staging(self) -> StagingBuffer:
+        assert self.arrays is not None  # or it is closed, which raises
+        return StagingBuffer(self._layout)
+
+    @cached_property
+    def _block_ids(self) -> npt.NDArray[np.int64]:
+        assert self.arrays is not None
+        return np.empty(MAX_BLOCK_IDS, dtype=np.int64)
 
     @property
     def device(self) -> str:
@@ -123,7 +113,7 @@ class CPUCacheContext:
         Raises:
             ValueError: The context is closed.
         """
-        return self._open(self._kv_caches)
+        return self.arrays
 
     @property
     def kv_pointers(self) -> npt.NDArray[np.int64]:
@@ -131,39 +121,34 @@ class CPUCacheContext:
         return self._pointers
 
     @property
-    def num_layers(self) -> int:
-        """Layers registered, those in no group included."""
-        return self._num_layers
-
-    @property
     def num_blocks(self) -> int:
         """Blocks of the first kernel group."""
-        return self._manager.num_blocks
+        return self._layout.num_blocks
 
     @property
     def block_size(self) -> int:
         """Slots of a block of the first kernel group."""
-        return self._manager.kernel_groups[0].slots_per_block
+        return self._layout.kernel_groups[0].slots_per_block
 
     @property
     def group_slots_per_blocks(self) -> list[int]:
         """Slots of a block, per kernel group."""
-        return [group.slots_per_block for group in self._manager.kernel_groups]
+        return [group.slots_per_block for group in self._layout.kernel_groups]
 
     @property
     def hidden_dim_sizes(self) -> list[int]:
         """Elements of one slot in one plane, per kernel group."""
-        return [group.hidden_dim_size for group in self._manager.kernel_groups]
+        return [group.hidden_dim_size for group in self._layout.kernel_groups]
 
     @property
     def kv_layer_groups_manager(self) -> KVLayerGroupsManager:
         """Kernel groups and object groups."""
-        return self._manager
+        return self._layout
 
     @property
     def lmcache_tokens_per_chunk(self) -> int:
         """Tokens of a chunk."""
-        return self._manager.lmcache_tokens_per_chunk
+        return self._layout.lmcache_tokens_per_chunk
 
     @property
     def max_batch_size(self) -> int:
@@ -192,37 +177,33 @@ class CPUCacheContext:
 
     def blocks_for_tokens(self, num_logical_tokens: int, group_idx: int) -> int:
         """Whole blocks of a kernel group in that many tokens. IndexError: no such group."""
-        return self._manager.calculate_num_blocks(group_idx, num_logical_tokens)
+        return self._layout.calculate_num_blocks(group_idx, num_logical_tokens)
 
     def calculate_num_blocks(self, num_tokens: int, kernel_group_idx: int) -> int:
         """The same by another name, arguments in LMCache's order. IndexError: no such group."""
-        return self._manager.calculate_num_blocks(kernel_group_idx, num_tokens)
+        return self._layout.calculate_num_blocks(kernel_group_idx, num_tokens)
 
     def get_shape_desc(self, group_idx: int) -> PageBufferShapeDesc:
         """Sizes of a kernel group. IndexError: no such group."""
-        return self._manager.get_shape_desc(group_idx)
+        return self._layout.get_shape_desc(group_idx)
 
     def get_engine_kv_format(self, kernel_group_idx: int) -> EngineKVFormat:
         """Format of a kernel group. IndexError: no such group."""
-        format = self._manager.kernel_group(kernel_group_idx).format
+        format = self._layout.kernel_group(kernel_group_idx).format
         assert format is not None  # only groups parsed from a shape spec have none
         return format
 
     def engine_kv_formats(self) -> list[EngineKVFormat]:
         """Format of each kernel group."""
-        return [self.get_engine_kv_format(index) for index in range(len(self._manager.kernel_groups))]
+        return [self.get_engine_kv_format(index) for index in range(len(self._layout.kernel_groups))]
 
     def engine_kv_format_per_layer(self) -> list[EngineKVFormat | None]:
         """Format of each layer; None for a layer in no group."""
-        formats: list[EngineKVFormat | None] = [None] * self._num_layers
-        for group in self._manager.kernel_groups:
-            for layer in group.layer_indices:
-                formats[layer] = group.format
-        return formats
+        return self.format_per_layer()
 
     def get_slots_per_chunk_in_sw(self, kernel_group_idx: int) -> int:
         """Slots of a chunk that a kernel group keeps. IndexError: no such group."""
-        return self._manager.get_slots_per_chunk_in_sw(kernel_group_idx)
+        return self._layout.get_slots_per_chunk_in_sw(kernel_group_idx)
 
     def get_kernel_group_offset_in_object(self, object_group_idx: int, kernel_group_idx: int) -> int:
         """Byte offset of a kernel group in a chunk object.
@@ -231,7 +212,7 @@ class CPUCacheContext:
             IndexError: No such group.
             ValueError: The kernel group is in another object group.
         """
-        return self._manager.offset_in_object(object_group_idx, kernel_group_idx)
+        return self._layout.offset_in_object(object_group_idx, kernel_group_idx)
 
     def get_kv_buffer_shape(self, logical_num_tokens: int, group_idx: int = 0) -> tuple[int, int, int, int]:
         """Shape [kv, layer, slot, hidden] of that many tokens of a kernel group.
@@ -240,7 +221,7 @@ class CPUCacheContext:
             IndexError: No such group.
             ValueError: Negative, or no whole number of slots of a compressed group.
         """
-        group = self._manager.kernel_group(group_idx)
+        group = self._layout.kernel_group(group_idx)
         tokens_per_slot = group.tokens_per_block // group.slots_per_block
         if logical_num_tokens < 0 or logical_num_tokens % tokens_per_slot:
             raise ValueError(
@@ -255,19 +236,19 @@ class CPUCacheContext:
     ) -> tuple[tuple[int, int, int, int], DType]:
         """Shape as :meth:`get_kv_buffer_shape`, and the dtype. Raises the same."""
         shape = self.get_kv_buffer_shape(num_tokens, kernel_group_idx)
-        return shape, self._manager.kernel_group(kernel_group_idx).dtype
+        return shape, self._layout.kernel_group(kernel_group_idx).dtype
 
     def cache_size_per_token(self) -> int:
         """Bytes that one token takes in all kernel groups together, per group rounded down where it shares a slot."""
         return sum(
             group.region_nbytes(1) // (group.tokens_per_block // group.slots_per_block)
-            for group in self._manager.kernel_groups
+            for group in self._layout.kernel_groups
         )
 
     def get_group_kv_pointers(self, group_idx: int) -> npt.NDArray[np.int64]:
         """Addresses of a kernel group's arrays: per layer its planes; of K and V lists all K first; of a cross-layer
         array that one. IndexError: no such group."""
-        self._manager.kernel_group(group_idx)
+        self._layout.kernel_group(group_idx)
         return self._group_pointers[group_idx]
 
     def get_kernel_group_kv_pointers(self, kernel_group_idx: int) -> npt.NDArray[np.int64]:
@@ -281,12 +262,7 @@ class CPUCacheContext:
             IndexError: No such group.
             ValueError: The context is closed.
         """
-        planes = self._planes.get(kernel_group_idx)
-        if planes is None:
-            group = self._manager.kernel_group(kernel_group_idx)
-            num_slots = self._manager.get_slots_per_chunk_in_sw(kernel_group_idx)
-            planes = self._planes[kernel_group_idx] = tuple(group_planes(self.kv_tensors, group, num_slots))
-        return planes
+        return self.planes(kernel_group_idx)
 
     def stage_block_ids(self, block_ids_per_group: Sequence[Sequence[int]]) -> list[npt.NDArray[np.int64]]:
         """Write block ids into one buffer; a view per group, good until the next call.
@@ -294,7 +270,7 @@ class CPUCacheContext:
         Raises:
             ValueError: More ids than the buffer holds (1,000,000), or one that is no 64-bit integer.
         """
-        staging = self._open(self._block_ids)
+        staging = self._block_ids
         counts = [len(ids) for ids in block_ids_per_group]
         total = sum(counts)
         if total > len(staging):
@@ -317,7 +293,7 @@ class CPUCacheContext:
 
     def get_tmp_gpu_buffer_flat(self, chunk_idx: int) -> npt.NDArray[np.uint8]:
         """Bytes of one chunk slot. ValueError: no such slot."""
-        return self._open(self._staging).chunk(chunk_idx)
+        return self._staging.chunk(chunk_idx)
 
     def get_temp_kernel_group_buffer(self, batch_idx: int, kernel_group_idx: int) -> Array:
         """Typed view [kv, layer, slot, hidden] of a kernel group in one chunk slot: a whole chunk of slots.
@@ -326,7 +302,7 @@ class CPUCacheContext:
             ValueError: No such chunk slot.
             IndexError: No such kernel group.
         """
-        return self._open(self._staging).kernel_group(batch_idx, kernel_group_idx)
+        return self._staging.kernel_group(batch_idx, kernel_group_idx)
 
     def get_temp_object_group_buffer(self, batch_idx: int, object_group_idx: int) -> npt.NDArray[np.uint8]:
         """Bytes of an object group in one chunk slot: a whole chunk of slots.
@@ -335,7 +311,7 @@ class CPUCacheContext:
             ValueError: No such chunk slot.
             IndexError: No such object group.
         """
-        return self._open(self._staging).object_group(batch_idx, object_group_idx)
+        return self._staging.object_group(batch_idx, object_group_idx)
 
     def get_tmp_chunk_gpu_buffer(self, group_idx: int = 0) -> Array:
         """Typed view of a kernel group in the first chunk slot. IndexError: no such group."""
@@ -350,14 +326,14 @@ class CPUCacheContext:
         """
         if not 0 <= batch_size <= MAX_BATCH_SIZE:
             raise ValueError(f"batch_size is {batch_size}, but the staging buffer has {MAX_BATCH_SIZE} chunk slots")
-        self._manager.kernel_group(group_idx)
+        self._layout.kernel_group(group_idx)
         return [self.get_temp_kernel_group_buffer(batch, group_idx) for batch in range(batch_size)]
 
     def report_status(self) -> dict[str, Any]:
         """What is registered, as plain data."""
         object_group_of = {
             kernel_group: index
-            for index, group in enumerate(self._manager.object_groups)
+            for index, group in enumerate(self._layout.object_groups)
             for kernel_group in group.kernel_group_indices
         }
         return {
@@ -376,7 +352,7 @@ class CPUCacheContext:
                     "dtype": dtype_name(group.dtype),
                     **_format_report(self.get_engine_kv_format(index), group.shape_desc),
                 }
-                for index, group in enumerate(self._manager.kernel_groups)
+                for index, group in enumerate(self._layout.kernel_groups)
             ],
         }
 
@@ -389,47 +365,3 @@ def _format_report(format: EngineKVFormat, desc: PageBufferShapeDesc) -> dict[st
         "engine_kv_shape": format.describe(),
         "attention_backend": format.attention_backend,
     }
-
-
-def _mapped(kv_caches: ArrayTree) -> ArrayTree:
-    """The same structure with descriptors mapped."""
-    if isinstance(kv_caches, ShmArrayWrapper):
-        return kv_caches.to_array()
-    if isinstance(kv_caches, np.ndarray):
-        return kv_caches
-    if isinstance(kv_caches, Sequence) and not isinstance(kv_caches, (str, bytes)):
-        return [_mapped(item) for item in kv_caches]
-    raise ValueError(
-        f"expected ShmArrayWrappers or arrays in lists, not {type(kv_caches).__name__}; wrap an array with kvshm.wrap"
-    )
-
-
-def _leaves(tree: ArrayTree) -> Iterator[Array]:
-    if isinstance(tree, np.ndarray):
-        yield tree
-    else:
-        for item in tree:
-            yield from _leaves(item)
-
-
-def _check_shm_capacity(kv_nbytes: int) -> None:
-    try:
-        status = os.statvfs(SHM_DIR)
-    except OSError:
-        return  # no such mount, so nothing to be short of
-    if kv_nbytes > status.f_bavail * status.f_frsize:
-        _warn_of_small_shm(kv_nbytes, status.f_blocks * status.f_frsize)
-
-
-@lru_cache(maxsize=256)
-def _warn_of_small_shm(kv_nbytes: int, total_nbytes: int) -> None:
-    """Cached, so that each distinct warning is given once."""
-    log.warning(
-        "a KV cache of %d bytes is registered, and less than that is free in %s (%d bytes in total): an engine that "
-        "restarts before this one ends will not fit. Enlarge it: mount -o remount,size=<N>G %s, docker run "
-        "--shm-size=<N>g, or an emptyDir of medium Memory in Kubernetes",
-        kv_nbytes,
-        SHM_DIR,
-        total_nbytes,
-        SHM_DIR,
-    )

@@ -3,8 +3,8 @@
 In a chunk object the kernel groups of an object group follow one another, each as [kv, layer, slot, hidden]. Of a
 group with a sliding window below a chunk, an object holds only the window: the last blocks of the chunk.
 
-Each byte is copied once. What a call needs to know of the layout is worked out once per object group and kept on the
-context. Large calls are shared among a few threads, see :mod:`kvshm.threads`.
+Each byte is copied once. What a call needs to know of the layout is worked out once per object group
+(:mod:`kvshm.plans`) and kept with the cache. Large calls are shared among a few threads, see :mod:`kvshm.threads`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvshm.context import CPUCacheContext
-from kvshm.copying import Piece, RowOrder, Stack, choose_way, gather, plane_of, scatter, stacks_of
+from kvshm.cache import MappedCache
+from kvshm.copying import Piece, Stack, choose_way, gather, scatter
 from kvshm.integers import checked_int
+from kvshm.plans import KernelGroupPlan, ObjectGroupPlan
 from kvshm.threads import Job, default_num_threads, run_jobs
 
 __all__ = ["BlockIds", "gather_chunks", "object_group_nbytes", "scatter_chunks"]
@@ -37,44 +38,10 @@ BATCH_ROWS = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """What a transfer needs to know of one kernel group."""
-
-    kernel_group_idx: int
-    stacks: tuple[Stack, ...]
-    num_blocks: int
-    blocks_per_chunk: int
-    kept_blocks: int  # of a chunk, the last ones
-    slots_per_block: int
-    is_writable: bool
-
-    @property
-    def block_nbytes(self) -> int:
-        """Bytes of one block in all planes."""
-        return sum(len(stack.planes) * stack.block_nbytes for stack in self.stacks)
-
-    @property
-    def orders(self) -> list[RowOrder | None]:
-        """The different row orders of the planes: one, as a rule."""
-        return list(dict.fromkeys(stack.order for stack in self.stacks))
-
-
-@dataclass(frozen=True, slots=True)
-class _ObjectGroup:
-    """What a transfer needs to know of one object group."""
-
-    nbytes: int
-    groups: tuple[_Group, ...]
-    num_kernel_groups: int
-    tokens_per_chunk: int
-    num_chunks_in_sw: int  # -1: all
-
-
-@dataclass(frozen=True, slots=True)
 class _Moves:
     """The blocks of one kernel group that move."""
 
-    group: _Group
+    group: KernelGroupPlan
     pieces: list[Piece]
     in_order: bool  # a block is there twice, and what is moved there last has to stay
 
@@ -83,13 +50,13 @@ class _Moves:
         return sum(len(piece.block_ids) for piece in self.pieces) * self.group.block_nbytes
 
 
-def object_group_nbytes(context: CPUCacheContext, object_group_idx: int) -> int:
+def object_group_nbytes(context: MappedCache, object_group_idx: int) -> int:
     """Bytes of one chunk object. IndexError: no such object group."""
-    return context.kv_layer_groups_manager.object_nbytes(object_group_idx)
+    return context.layout.object_nbytes(object_group_idx)
 
 
 def gather_chunks(
-    context: CPUCacheContext,
+    context: MappedCache,
     block_ids: BlockIds,
     chunks: Chunks,
     object_group_idx: int = 0,
@@ -105,10 +72,10 @@ def gather_chunks(
         num_threads: Threads to copy with; else as :mod:`kvshm.threads` says.
 
     Raises:
-        ValueError: An id, a count or a buffer does not fit, or the context is closed. Nothing has been written.
+        ValueError: An id, a count or a buffer does not fit, or the cache is closed. Nothing has been written.
         IndexError: No such object group.
     """
-    plan = _plan(context, object_group_idx)
+    plan = context.plan(object_group_idx)
     buffers = [
         None if chunk is None else _buffer(chunk, index, plan.nbytes, writable=True)
         for index, chunk in enumerate(chunks)
@@ -122,7 +89,7 @@ def gather_chunks(
 
 
 def scatter_chunks(
-    context: CPUCacheContext,
+    context: MappedCache,
     block_ids: BlockIds,
     chunks: Chunks,
     object_group_idx: int = 0,
@@ -146,10 +113,10 @@ def scatter_chunks(
 
     Raises:
         ValueError: An id, a count, a buffer or ``skip_first_n_tokens`` does not fit, a block would be written twice,
-            a chunk is missing, the cache is read-only, or the context is closed. Nothing has been written.
+            a chunk is missing, the cache is read-only, or the cache is closed. Nothing has been written.
         IndexError: No such object group.
     """
-    plan, manager = _plan(context, object_group_idx), context.kv_layer_groups_manager
+    plan, manager = context.plan(object_group_idx), context.layout
     skip = checked_int(skip_first_n_tokens, "skip_first_n_tokens")
     if skip < 0:
         raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
@@ -181,46 +148,6 @@ def scatter_chunks(
     _run(moves, num_threads, into_chunks=False)
 
 
-def _plan(context: CPUCacheContext, object_group_idx: int) -> _ObjectGroup:
-    plan = context.transfer_plans.get(object_group_idx)
-    if plan is None:
-        plan = context.transfer_plans[object_group_idx] = _make_plan(context, object_group_idx)
-    assert isinstance(plan, _ObjectGroup)
-    return plan
-
-
-def _make_plan(context: CPUCacheContext, object_group_idx: int) -> _ObjectGroup:
-    manager = context.kv_layer_groups_manager
-    return _ObjectGroup(
-        nbytes=manager.object_nbytes(object_group_idx),
-        groups=tuple(
-            _make_group(context, object_group_idx, index)
-            for index in manager.object_group(object_group_idx).kernel_group_indices
-        ),
-        num_kernel_groups=len(manager.kernel_groups),
-        tokens_per_chunk=manager.lmcache_tokens_per_chunk,
-        num_chunks_in_sw=manager.get_attn_desc().num_chunks_in_sw[object_group_idx],
-    )
-
-
-def _make_group(context: CPUCacheContext, object_group_idx: int, kernel_group_idx: int) -> _Group:
-    manager = context.kv_layer_groups_manager
-    group = manager.kernel_group(kernel_group_idx)
-    start = manager.offset_in_object(object_group_idx, kernel_group_idx)
-    kept_blocks = manager.blocks_per_chunk_in_sw(kernel_group_idx)
-    paged_planes = context.kernel_group_planes(kernel_group_idx)
-    planes = [plane_of(plane.paged, start + plane.chunk_offset, plane.chunk_slot_nbytes) for plane in paged_planes]
-    return _Group(
-        kernel_group_idx=kernel_group_idx,
-        stacks=tuple(stacks_of(planes, kept_blocks)),
-        num_blocks=group.shape_desc.nb,
-        blocks_per_chunk=manager.blocks_per_chunk(kernel_group_idx),
-        kept_blocks=kept_blocks,
-        slots_per_block=group.slots_per_block,
-        is_writable=all(plane.paged.flags.writeable for plane in paged_planes),
-    )
-
-
 def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
     """The bytes of a chunk object."""
     if isinstance(chunk, np.ndarray):
@@ -244,7 +171,7 @@ def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
     return flat
 
 
-def _ids_per_chunk(plan: _ObjectGroup, group: _Group, block_ids: BlockIds, num_chunks: int) -> Any:
+def _ids_per_chunk(plan: ObjectGroupPlan, group: KernelGroupPlan, block_ids: BlockIds, num_chunks: int) -> Any:
     """The kept block ids of a kernel group as given, axes [chunk, block]."""
     if len(block_ids) != plan.num_kernel_groups:
         raise ValueError(
@@ -271,7 +198,7 @@ def _ids_per_chunk(plan: _ObjectGroup, group: _Group, block_ids: BlockIds, num_c
     return ids.reshape(num_chunks, group.blocks_per_chunk)[:, group.blocks_per_chunk - group.kept_blocks :]
 
 
-def _piece(group: _Group, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
+def _piece(group: KernelGroupPlan, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
     """The blocks of a chunk from ``first_slot`` on. ValueError: an id is no block."""
     where = f"block_ids[{group.kernel_group_idx}]"
     first_block, slot = divmod(first_slot, group.slots_per_block)
@@ -284,7 +211,7 @@ def _piece(group: _Group, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
     return Piece(chunk, np.ascontiguousarray(ids, dtype=np.int64), first_block, slot)
 
 
-def _has_null_twice(group: _Group, pieces: list[Piece], null_block_id: int | None) -> bool:
+def _has_null_twice(group: KernelGroupPlan, pieces: list[Piece], null_block_id: int | None) -> bool:
     """Whether the null block is there twice. ValueError if another block is."""
     if not pieces:
         return False

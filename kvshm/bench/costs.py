@@ -90,7 +90,7 @@ def _registration(num_layers: int, repeat: int) -> Iterator[Cost]:
         gather_chunks(context, ids, [chunk], num_threads=1)
 
     def first_gather() -> None:
-        context.transfer_plans.clear()
+        context.forget_plans()
         gather()
 
     yield Cost("first gather", num_layers, "layer", timed(first_gather, repeat))

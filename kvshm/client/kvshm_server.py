@@ -154,7 +154,7 @@ class EngineDriven(_Session):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._context = self._cache.context(self.info.chunk_size)
-        self.manager = self._context.kv_layer_groups_manager
+        self.manager = self._context.layout
         self._objects = object_layouts(self.manager)
         self._pool: NDArray[np.uint8] | None = None
 

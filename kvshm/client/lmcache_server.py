@@ -405,7 +405,7 @@ class EngineDriven(_Session):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._context = self._cache.context(self.info.chunk_size, whole=True)
-        self.manager = self._context.kv_layer_groups_manager
+        self.manager = self._context.layout
         self._nbytes = self.manager.object_nbytes(0)
         self._pool: NDArray[np.uint8] | None = None
 

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from kvshm.cache import MappedCache
 from kvshm.client.operations import ServerInfo
 from kvshm.client.requests import NotRegisteredError
-from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.layout import BlockIds, EngineGroupInfo, KVLayerGroupsManager
 from kvshm.shm.liveness import Liveness
@@ -96,7 +96,7 @@ class EngineCache:
         """
         return KVLayerGroupsManager(self.normalised, self.formats, self.engine_group_infos, chunk_size)
 
-    def context(self, chunk_size: int, *, whole: bool = False) -> CPUCacheContext:
+    def context(self, chunk_size: int, *, whole: bool = False) -> MappedCache:
         """The cache laid out for chunks of this size, to be copied from and to.
 
         Args:
@@ -105,7 +105,7 @@ class EngineCache:
         Raises:
             ValueError: The cache does not fit the chunks.
         """
-        return CPUCacheContext(
+        return MappedCache(
             self.kv_caches,
             chunk_size,
             self.layout_hints or None,

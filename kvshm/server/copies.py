@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvshm.context import CPUCacheContext
+from kvshm.cache import MappedCache
 from kvshm.layout import (
     BlockIds,
     EngineGroupInfo,
@@ -52,12 +52,12 @@ class ServerDrivenOperations:
     ) -> object:
         """Map an engine's cache. A second registration of an id replaces the first."""
 
-        def enter(context: CPUCacheContext) -> Registration:
+        def enter(context: MappedCache) -> Registration:
             return Registration(
                 instance_id,
                 model_name,
                 world_size,
-                object_layouts(context.kv_layer_groups_manager),
+                object_layouts(context.layout),
                 self._state.clock(),
                 call.client,
                 null_block_id=self._state.settings.null_block_id,
@@ -79,12 +79,12 @@ class ServerDrivenOperations:
     ) -> object:
         """The same for an engine of kvshm's client, which says which worker it is."""
 
-        def enter(context: CPUCacheContext) -> Registration:
+        def enter(context: MappedCache) -> Registration:
             return Registration(
                 instance_id,
                 identity.model_name,
                 identity.world_size,
-                object_layouts(context.kv_layer_groups_manager),
+                object_layouts(context.layout),
                 self._state.clock(),
                 call.client,
                 is_kvshm=True,
@@ -104,12 +104,12 @@ class ServerDrivenOperations:
         engine_type: str,
         layout_hints: dict[str, Any],
         engine_group_infos: tuple[EngineGroupInfo, ...],
-        enter: Callable[[CPUCacheContext], Registration],
+        enter: Callable[[MappedCache], Registration],
     ) -> object:
         attempt = self._registering[instance_id] = object()
 
-        def work() -> CPUCacheContext:
-            return CPUCacheContext(
+        def work() -> MappedCache:
+            return MappedCache(
                 kv_caches,
                 self._state.settings.chunk_size,
                 layout_hints or None,
@@ -117,7 +117,7 @@ class ServerDrivenOperations:
                 engine_type,
             )
 
-        def done(context: CPUCacheContext | None, reason: str | None) -> None:
+        def done(context: MappedCache | None, reason: str | None) -> None:
             is_latest = self._registering.get(instance_id) is attempt
             if is_latest:
                 del self._registering[instance_id]
@@ -153,7 +153,7 @@ class ServerDrivenOperations:
         registration, context = self._server_driven(instance_id)
         worker_id = worker_of(key)
         hashes = self._state.hashes_in_range(key)
-        ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+        ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
         registration.worker_ids.add(worker_id)
         return self._store(
             call,
@@ -181,7 +181,7 @@ class ServerDrivenOperations:
         """
         registration, context = self._server_driven(instance_id)
         hashes = self._state.hashes_of(tokens)
-        ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+        ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
         return self._store(
             call,
             registration,
@@ -198,7 +198,7 @@ class ServerDrivenOperations:
         self,
         call: Call,
         registration: Registration,
-        context: CPUCacheContext,
+        context: MappedCache,
         scope: Scope,
         worker_id: int,
         hashes: list[bytes],
@@ -211,7 +211,7 @@ class ServerDrivenOperations:
         sizes: list[tuple[bytes, int]] = []
         for group, layout in enumerate(registration.objects):
             if layout.is_served:
-                has_data = _chunks_to_store(registration, context.kv_layer_groups_manager, ids, group)
+                has_data = _chunks_to_store(registration, context.layout, ids, group)
                 names = object_keys(scope, worker_id, layout, hashes)
                 keys[group] = [name if data else None for name, data in zip(names, has_data, strict=True)]
                 sizes += [(name, layout.nbytes) for name in keys[group] if name is not None]
@@ -280,7 +280,7 @@ class ServerDrivenOperations:
 
         try:
             registration, context = self._server_driven(instance_id)
-            ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+            ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
             found = state.cached(scope, worker_id, registration, hashes)
         except (ValueError, LookupError):
             unlock([])
@@ -310,7 +310,7 @@ class ServerDrivenOperations:
             state.use_up(registration, request_id, hashes, entries)
 
         try:
-            ids = BlockIds.of_kernel_groups(context.kv_layer_groups_manager, block_ids, len(hashes))
+            ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
             found = state.cached(registration.scope, registration.worker_id, registration, hashes)
         except ValueError:
             unlock([])
@@ -322,7 +322,7 @@ class ServerDrivenOperations:
         self,
         call: Call,
         registration: Registration,
-        context: CPUCacheContext,
+        context: MappedCache,
         found: dict[int, list[Entry | None]],
         ids: BlockIds,
         skip_first_n_tokens: int,
@@ -360,7 +360,7 @@ class ServerDrivenOperations:
         state.run(work, done)
         return DEFERRED
 
-    def _server_driven(self, instance_id: int) -> tuple[Registration, CPUCacheContext]:
+    def _server_driven(self, instance_id: int) -> tuple[Registration, MappedCache]:
         registration = self._state.registration(instance_id)
         if registration.context is None:
             raise Refused(f"instance {instance_id} is registered as engine-driven; use prepare_store and its kin")
@@ -389,7 +389,7 @@ def _chunks_to_store(
 
 
 def _check_unchanged(
-    context: CPUCacheContext,
+    context: MappedCache,
     block_ids: Arrays,
     chunks: Sequence[NDArray[np.uint8] | None],
     object_group_idx: int,

@@ -17,7 +17,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from kvshm.context import CPUCacheContext
+from kvshm.cache import MappedCache
 from kvshm.server.registrations import Registrations
 
 __all__ = ["HttpFrontend", "block_checksums", "block_id_ranges", "metrics_text"]
@@ -180,16 +180,16 @@ def _read_checksum_request(body: Any) -> tuple[int, list[int], int, bool]:
     return instance_id, block_ids, chunk_size, layerwise
 
 
-def _checksum_answer(context: CPUCacheContext, block_ids: list[int], chunk_size: int, layerwise: bool) -> web.Response:
+def _checksum_answer(context: MappedCache, block_ids: list[int], chunk_size: int, layerwise: bool) -> web.Response:
     """In a worker thread."""
     axes = []
-    for layer, format in enumerate(context.engine_kv_format_per_layer()):
+    for layer, format in enumerate(context.format_per_layer()):
         # A list of layers with an axis of blocks.
         if format is None or format.lists != ("NL",) or "NB" not in format.axes:
             name = "a layer in no group" if format is None else f"KV format {format.name}"
             return _refusal(501, f"checksum not supported for {name} (layer {layer})")
         axes.append(format.axes.index("NB"))
-    layers = context.kv_tensors
+    layers = context.arrays
     assert isinstance(layers, list)  # these formats are lists of layers
     if any(not 0 <= block < layer.shape[axis] for layer, axis in zip(layers, axes, strict=True) for block in block_ids):
         return _refusal(400, "block_ids are out of range")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-from kvshm.context import CPUCacheContext
+from kvshm.cache import MappedCache
 from kvshm.dtypes import dtype_from_name
 from kvshm.formats.detect import INDEX_PAGE_WIDTH
 from kvshm.formats.geometry import LATENT, PAGE, SPLIT
@@ -99,7 +99,7 @@ class Registration:
     worker_ids: set[int] = field(default_factory=set)  # of LMCache's engines those that they stored as
     cache_salt: str = ""
     null_block_id: int | None = 0
-    context: CPUCacheContext | None = None  # server-driven
+    context: MappedCache | None = None  # server-driven
     holder: Holder | None = None  # engine-driven
     slot_form: SlotForm | None = None  # of LMCache's engine-driven engines
     has_pinged: bool = False

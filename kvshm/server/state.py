@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvshm.context import CPUCacheContext
+from kvshm.cache import MappedCache
 from kvshm.layout import ObjectLayout
 from kvshm.prefix import chunk_hashes
 from kvshm.protocol import CacheKey
@@ -192,7 +192,7 @@ class ServerState:
         else:
             self.retire(registration, then)
 
-    def close_context(self, context: CPUCacheContext, then: Callable[[], None]) -> None:
+    def close_context(self, context: MappedCache, then: Callable[[], None]) -> None:
         """Unmap an engine's cache. In another thread: unmapping gigabytes takes longer than a ping may."""
         holder = [context]
 

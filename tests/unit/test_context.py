@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvshm
-from kvshm import context as context_module
+from kvshm import cache as cache_module
 from kvshm.context import CPUCacheContext
 from kvshm.dtypes import DTYPES
 from kvshm.formats import EngineKVFormat as F
@@ -388,12 +388,24 @@ class TestSegments:
         assert num_mappings(wrapper.shm_name) == before
 
 
+def test_buffers_are_made_when_they_are_first_asked_for() -> None:
+    context = register(kvshm.empty_many([(2, 7, 4, 2, 3)], [F2]))
+    assert not {"_staging", "_block_ids"} & set(vars(context))
+    context.get_tmp_chunk_gpu_buffer()
+    context.stage_block_ids([[1]])
+    assert {"_staging", "_block_ids"} <= set(vars(context))
+    context.close()
+    for call in (context.get_tmp_chunk_gpu_buffer, lambda: context.stage_block_ids([[1]])):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
 class TestWarning:
     @pytest.fixture(autouse=True)
     def forget(self) -> Iterator[None]:
-        context_module._warn_of_small_shm.cache_clear()
+        cache_module._warn_of_small_shm.cache_clear()
         yield
-        context_module._warn_of_small_shm.cache_clear()
+        cache_module._warn_of_small_shm.cache_clear()
 
     def status(self, blocks: int) -> Any:
         return lambda path: type("Status", (), {"f_bavail": blocks, "f_blocks": 3, "f_frsize": 512})
@@ -417,7 +429,7 @@ class TestWarning:
     def test_without_such_a_mount_there_is_nothing_to_warn_of(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(context_module, "SHM_DIR", "/nonexistent")
+        monkeypatch.setattr(cache_module, "SHM_DIR", "/nonexistent")
         register(layers())
         assert caplog.messages == []
 

@@ -253,7 +253,7 @@ def test_what_has_to_stay_in_order_is_one_job(context: CPUCacheContext, monkeypa
 
     monkeypatch.setattr(transfer, "_jobs", counted)
     chunks = [bytes(CHUNK_NBYTES)] * 3
-    num_stacks = len(transfer._plan(context, 0).groups[0].stacks)
+    num_stacks = len(context.plan(0).groups[0].stacks)
     scatter_chunks(context, [[0, 1, 0, 2, 0, 3]], chunks, 0, 0, 0, num_threads=2)
     assert len(jobs) == num_stacks
     scatter_chunks(context, [IDS], chunks, 0, 0, 0, num_threads=2)
@@ -370,9 +370,9 @@ def test_the_plan_is_made_once_and_goes_with_the_context() -> None:
     cache = kvshm.empty_many([(2, NB, BS, NH, HS)] * 2, ["bfloat16"] * 2)
     context = CPUCacheContext(cache, TOKENS, {"kv_layout": "NHD"})
     gather_chunks(context, [IDS[:2]], [bytearray(CHUNK_NBYTES)])
-    plan = context.transfer_plans[0]
+    plan = context._plans[0]
     gather_chunks(context, [IDS[:2]], [bytearray(CHUNK_NBYTES)])
-    assert context.transfer_plans[0] is plan
+    assert context.plan(0) is context._plans[0] is plan
     gone = weakref.ref(plan.groups[0].stacks[0].rows)
     del plan
     context.close()
@@ -433,7 +433,7 @@ def test_subclasses_of_arrays_are_moved_as_arrays(tmp_path: Path) -> None:
     chunk = np.memmap(tmp_path / "chunk", np.uint8, "w+", shape=(CHUNK_NBYTES,))
     gather_chunks(context, [IDS[:2]], [chunk])
     assert chunk.tobytes() == expected_chunk(cache, IDS[:2])
-    stacks = context.transfer_plans[0].groups[0].stacks
+    stacks = context.plan(0).groups[0].stacks
     assert {type(stack.rows) for stack in stacks} == {type(stack.items) for stack in stacks} == {np.ndarray}
 
 
