@@ -20,15 +20,16 @@ import numpy.typing as npt
 from kvshm.cache import MappedCache
 from kvshm.copying import Piece, Stack, choose_way, gather, scatter
 from kvshm.integers import checked_int
-from kvshm.plans import KernelGroupPlan, ObjectGroupPlan
+from kvshm.layout import BlockIds, Move
+from kvshm.plans import KernelGroupPlan
 from kvshm.threads import Job, default_num_threads, run_jobs
 
-__all__ = ["BlockIds", "gather_chunks", "object_group_nbytes", "scatter_chunks"]
+__all__ = ["BlockLists", "gather_chunks", "object_group_nbytes", "scatter_chunks"]
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Ints: TypeAlias = "npt.NDArray[np.int64]"
-BlockIds: TypeAlias = "Sequence[Sequence[int] | npt.NDArray[np.integer[Any]] | None]"
-"""Per kernel group the blocks of every chunk in order; None where a kernel group is not looked at."""
+BlockLists: TypeAlias = "BlockIds | Sequence[Sequence[int] | npt.NDArray[np.integer[Any]] | None]"
+"""Per kernel group the blocks of every chunk in order, None where it is not looked at; or the same as one value."""
 Chunks: TypeAlias = Sequence[Any]
 
 # Jobs of this size are not felt, and several of them keep threads evenly busy.
@@ -57,7 +58,7 @@ def object_group_nbytes(context: MappedCache, object_group_idx: int) -> int:
 
 def gather_chunks(
     context: MappedCache,
-    block_ids: BlockIds,
+    block_ids: BlockLists,
     chunks: Chunks,
     object_group_idx: int = 0,
     *,
@@ -80,17 +81,18 @@ def gather_chunks(
         None if chunk is None else _buffer(chunk, index, plan.nbytes, writable=True)
         for index, chunk in enumerate(chunks)
     ]
+    ids = _checked_ids(context, block_ids, object_group_idx, len(buffers))
+    wanted = [index for index, chunk in enumerate(buffers) if chunk is not None]
     moves = []
     for group in plan.groups:
-        rows = _ids_per_chunk(plan, group, block_ids, len(buffers))
-        pieces = [_piece(group, chunk, rows[index], 0) for index, chunk in enumerate(buffers) if chunk is not None]
+        pieces = [_piece(move, buffers) for move in ids.moves_in(group.kernel_group_idx, wanted)]
         moves.append(_Moves(group, pieces, in_order=False))
     _run(moves, num_threads, into_chunks=True)
 
 
 def scatter_chunks(
     context: MappedCache,
-    block_ids: BlockIds,
+    block_ids: BlockLists,
     chunks: Chunks,
     object_group_idx: int = 0,
     skip_first_n_tokens: int = 0,
@@ -116,7 +118,7 @@ def scatter_chunks(
             a chunk is missing, the cache is read-only, or the cache is closed. Nothing has been written.
         IndexError: No such object group.
     """
-    plan, manager = context.plan(object_group_idx), context.layout
+    plan = context.plan(object_group_idx)
     skip = checked_int(skip_first_n_tokens, "skip_first_n_tokens")
     if skip < 0:
         raise ValueError(f"skip_first_n_tokens is {skip}; it cannot be negative")
@@ -124,27 +126,23 @@ def scatter_chunks(
         None if chunk is None else _buffer(chunk, index, plan.nbytes, writable=False)
         for index, chunk in enumerate(chunks)
     ]
-    in_window = len(buffers) if plan.num_chunks_in_sw < 0 else plan.num_chunks_in_sw
+    ids = _checked_ids(context, block_ids, object_group_idx, len(buffers))
     moves = []
     for group in plan.groups:
-        rows = _ids_per_chunk(plan, group, block_ids, len(buffers))
-        pieces = []
-        for index in range(max(0, len(buffers) - in_window), len(buffers)):
-            protected = skip - index * plan.tokens_per_chunk
-            first_slot = manager.first_kept_slot(group.kernel_group_idx, protected)
-            if first_slot >= group.kept_blocks * group.slots_per_block:
-                continue
-            chunk = buffers[index]
-            if chunk is None:
+        index = group.kernel_group_idx
+        moving = ids.moves_out(index, plan.num_chunks_in_sw, skip)
+        for move in moving:
+            if buffers[move.chunk] is None:
                 raise ValueError(
-                    f"chunk {index} is None, but tokens of it are to be written; give its bytes, or skip its tokens"
+                    f"chunk {move.chunk} is None, but tokens of it are to be written; give its bytes, or skip its "
+                    f"tokens"
                 )
-            pieces.append(_piece(group, chunk, rows[index], first_slot))
+        pieces = [_piece(move, buffers) for move in moving]
         if pieces and not group.is_writable:
             raise ValueError(
                 f"the arrays of kernel group {group.kernel_group_idx} are read-only; register writable ones to scatter"
             )
-        moves.append(_Moves(group, pieces, in_order=_has_null_twice(group, pieces, null_block_id)))
+        moves.append(_Moves(group, pieces, in_order=ids.has_null_twice(index, moving, null_block_id)))
     _run(moves, num_threads, into_chunks=False)
 
 
@@ -171,59 +169,18 @@ def _buffer(chunk: Any, index: int, nbytes: int, *, writable: bool) -> Bytes:
     return flat
 
 
-def _ids_per_chunk(plan: ObjectGroupPlan, group: KernelGroupPlan, block_ids: BlockIds, num_chunks: int) -> Any:
-    """The kept block ids of a kernel group as given, axes [chunk, block]."""
-    if len(block_ids) != plan.num_kernel_groups:
-        raise ValueError(
-            f"block_ids holds {len(block_ids)} lists, but there are {plan.num_kernel_groups} kernel groups; give one "
-            f"list of ids for each"
-        )
-    index, expected = group.kernel_group_idx, group.blocks_per_chunk * num_chunks
-    ids: Any = block_ids[index]
-    if not isinstance(ids, np.ndarray):
-        try:
-            ids = np.asarray(ids)
-        except (ValueError, OverflowError):
-            ids = None
-        if ids is None or ids.dtype.kind not in "iu":
-            # Ids that do not move may be anything, and then one dtype does not hold them all.
-            ids = np.array(block_ids[index], dtype=object)
-    if ids.ndim != 1:
-        raise ValueError(f"block_ids[{index}] is no flat list of ints; give the ids of all chunks one after the other")
-    if len(ids) != expected:
-        raise ValueError(
-            f"block_ids[{index}] holds {len(ids)} ids, but {num_chunks} chunks of {group.blocks_per_chunk} blocks take "
-            f"{expected}"
-        )
-    return ids.reshape(num_chunks, group.blocks_per_chunk)[:, group.blocks_per_chunk - group.kept_blocks :]
+def _checked_ids(context: MappedCache, block_ids: BlockLists, object_group_idx: int, num_chunks: int) -> BlockIds:
+    if not isinstance(block_ids, BlockIds):
+        return BlockIds.of_object_group(context.layout, block_ids, object_group_idx, num_chunks)
+    if block_ids.num_chunks != num_chunks:
+        raise ValueError(f"block ids of {block_ids.num_chunks} chunks came with {num_chunks} chunks")
+    return block_ids
 
 
-def _piece(group: KernelGroupPlan, chunk: Bytes, ids: Any, first_slot: int) -> Piece:
-    """The blocks of a chunk from ``first_slot`` on. ValueError: an id is no block."""
-    where = f"block_ids[{group.kernel_group_idx}]"
-    first_block, slot = divmod(first_slot, group.slots_per_block)
-    ids = ids[first_block:]
-    if ids.dtype.kind not in "iu":
-        ids = np.array([checked_int(block, where, f"integers in [0, {group.num_blocks})") for block in ids.tolist()])
-    if ids.min() < 0 or ids.max() >= group.num_blocks:
-        wrong = ids[(ids < 0) | (ids >= group.num_blocks)].tolist()
-        raise ValueError(f"{where} holds {wrong[0]}, but the kernel group has blocks [0, {group.num_blocks})")
-    return Piece(chunk, np.ascontiguousarray(ids, dtype=np.int64), first_block, slot)
-
-
-def _has_null_twice(group: KernelGroupPlan, pieces: list[Piece], null_block_id: int | None) -> bool:
-    """Whether the null block is there twice. ValueError if another block is."""
-    if not pieces:
-        return False
-    ids = np.sort(np.concatenate([piece.block_ids for piece in pieces]))
-    again = ids[1:][ids[1:] == ids[:-1]]
-    wrong = again if null_block_id is None else again[again != null_block_id]
-    if len(wrong):
-        raise ValueError(
-            f"block_ids[{group.kernel_group_idx}] holds block {wrong[0]} more than once, which would be written twice; "
-            f"only null_block_id ({null_block_id}) may be"
-        )
-    return bool(len(again))
+def _piece(move: Move, buffers: Sequence[Bytes | None]) -> Piece:
+    chunk = buffers[move.chunk]
+    assert chunk is not None
+    return Piece(chunk, move.block_ids, move.first_block, move.first_slot)
 
 
 def _run(moves: list[_Moves], num_threads: int | None, *, into_chunks: bool) -> None:

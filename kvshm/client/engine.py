@@ -15,7 +15,7 @@ from kvshm.client.operations import ServerInfo
 from kvshm.client.registration import Registration
 from kvshm.client.sessions import Tokens
 from kvshm.integers import Ints, checked_int
-from kvshm.layout import BlockIds, KVLayerGroupsManager, check_to_retrieve, check_to_store
+from kvshm.layout import BlockIds, KVLayerGroupsManager
 from kvshm.prefix import token_array
 from kvshm.protocol import MAX_BLOCK_IDS, MAX_TOKENS, checked_text
 
@@ -74,7 +74,7 @@ class Engine:
         """
         tokens, num_chunks = self._chunks(token_ids)
         ids = BlockIds.of_engine_groups(self._manager, block_ids, num_chunks)
-        check_to_store(self._manager, ids, self._registration.session.null_block_id)
+        ids.check_to_store(self._registration.session.null_block_id)
         num_chunks = min(num_chunks, self._max_chunks)
         if not num_chunks:
             return 0
@@ -129,7 +129,7 @@ class Engine:
         ids = BlockIds.of_engine_groups(self._manager, block_ids, num_chunks)
         skip = _checked_skip(skip_first_n_tokens, tokens.size)
         _check_request_id(request_id)
-        check_to_retrieve(self._manager, ids, skip, self._registration.session.null_block_id)
+        ids.check_to_retrieve(skip, self._registration.session.null_block_id)
         if not num_chunks or num_chunks > self._max_chunks:
             return 0
         is_done = self._registration.attempt(lambda session: session.retrieve(tokens, ids, skip, request_id), False)

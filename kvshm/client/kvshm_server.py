@@ -18,7 +18,7 @@ from kvshm.client.operations import ServerInfo
 from kvshm.client.replies import chunks_and_offsets, count, decoded, fields, flag
 from kvshm.client.requests import Requests
 from kvshm.client.sessions import Copies, EngineCache, Tokens, new_id
-from kvshm.layout import BlockIds, KVLayerGroupsManager, chunks_with_data, object_layouts
+from kvshm.layout import BlockIds, KVLayerGroupsManager, object_layouts
 from kvshm.protocol import EngineIdentity
 from kvshm.shm import Segment
 from kvshm.shm.liveness import LivenessProbe
@@ -190,9 +190,7 @@ class EngineDriven(_Session):
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
         """Store the chunks that there is data of; gives how many a lookup finds then."""
         wanted = [
-            np.flatnonzero(chunks_with_data(self.manager, ids, group, self.null_block_id)).tolist()
-            if layout.is_served
-            else []
+            np.flatnonzero(ids.has_data(group, self.null_block_id)).tolist() if layout.is_served else []
             for group, layout in enumerate(self._objects)
         ]
         with self._borrowing() as (loan_id, pool):
@@ -211,7 +209,7 @@ class EngineDriven(_Session):
             for group, of_group in enumerate(slots):
                 if of_group:
                     buffers = self._chunk_buffers(pool, group, of_group, ids.num_chunks)
-                    gather_chunks(self._context, ids.flat(), buffers, group)
+                    gather_chunks(self._context, ids, buffers, group)
             return self._chunks("kvshm_commit_store", self._ask("kvshm_commit_store", loan_id), tokens)
 
     def retrieve(self, tokens: Tokens, ids: BlockIds, skip_first_n_tokens: int, request_id: str | None) -> bool:
@@ -230,7 +228,7 @@ class EngineDriven(_Session):
             for group, of_group in enumerate(slots):
                 if of_group:
                     chunks = self._chunk_buffers(pool, group, of_group, ids.num_chunks)
-                    scatter_chunks(self._context, ids.flat(), chunks, group, skip_first_n_tokens, self.null_block_id)
+                    scatter_chunks(self._context, ids, chunks, group, skip_first_n_tokens, self.null_block_id)
             return decoded("kvshm_commit_retrieve", flag, self._ask("kvshm_commit_retrieve", loan_id))
 
     @contextmanager

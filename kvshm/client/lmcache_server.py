@@ -210,7 +210,7 @@ class _Session:
         has_null = np.zeros(ids.num_chunks, np.bool_)
         for object_group in self.manager.object_groups:
             for index in object_group.kernel_group_indices if not object_group.aux else ():
-                has_null |= (ids.groups[index] == self.null_block_id).any(axis=1)
+                has_null |= (ids.blocks(index) == self.null_block_id).any(axis=1)
         return int(np.argmax(has_null)) if has_null.any() else ids.num_chunks
 
     def _has_names(self, tokens: Tokens) -> bool:
@@ -442,7 +442,7 @@ class EngineDriven(_Session):
                 raise CacheServerError(f"the server lent a slot for chunk {max(slots)} of {ids.num_chunks}")
             chunks = [self._bytes_of(pool, slots[index]) if index in slots else None for index in range(ids.num_chunks)]
             self._check_loan(started)
-            gather_chunks(self._context, ids.flat(), chunks)
+            gather_chunks(self._context, ids, chunks)
             return bool(self._requests.ask("commit_store", *payload, b""))
 
     def _copy_out(self, key: CacheKey, ids: BlockIds, skip_first_n_tokens: int) -> bool:
@@ -457,7 +457,7 @@ class EngineDriven(_Session):
                     raise CacheServerError(f"the server lent {len(slots)} slots for {ids.num_chunks} chunks")
                 self._check_loan(started)
                 chunks = [self._bytes_of(pool, slot) for slot in slots]
-                scatter_chunks(self._context, ids.flat(), chunks, 0, skip_first_n_tokens, self.null_block_id)
+                scatter_chunks(self._context, ids, chunks, 0, skip_first_n_tokens, self.null_block_id)
             finally:
                 is_good = self._requests.ask("commit_retrieve", *payload)
             # The server may have lent them to others meanwhile.

@@ -1,16 +1,13 @@
 """How a cache is cut into chunk objects: which layers move together, in what order, and how many bytes each takes.
 
 ``engine_groups`` is what an engine tells of its layers, ``groups`` makes kernel groups and object groups of it,
-``block_ids`` works on block ids per group, ``chunk`` says what the bytes of a chunk object mean, ``shape_spec`` is the
-one-line notation of a cache's shape. Nothing here touches memory: arrays and specs give the same layout.
+``moves`` says which blocks a store reads and a retrieve writes, ``block_ids`` works on plain lists of block ids,
+``chunk`` says what the bytes of a chunk object mean, ``shape_spec`` is the one-line notation of a cache's shape.
+Nothing here touches memory: arrays and specs give the same layout.
 """
 
 from kvshm.layout.block_ids import (
-    BlockIds,
     all_null_chunk_masks,
-    check_to_retrieve,
-    check_to_store,
-    chunks_with_data,
     downsample_block_ids,
     recalculate_blocks_to_skip,
     slice_block_ids_per_group,
@@ -31,6 +28,7 @@ from kvshm.layout.groups import (
     ObjectGroupInfo,
     PageBufferShapeDesc,
 )
+from kvshm.layout.moves import BlockIds, Move
 from kvshm.layout.shape_spec import format_kvcache_shape_spec, parse_kvcache_shape_spec
 
 __all__ = [
@@ -39,13 +37,11 @@ __all__ = [
     "EngineGroupInfo",
     "KVLayerGroupsManager",
     "KernelGroupInfo",
+    "Move",
     "ObjectGroupInfo",
     "ObjectLayout",
     "PageBufferShapeDesc",
     "all_null_chunk_masks",
-    "check_to_retrieve",
-    "check_to_store",
-    "chunks_with_data",
     "downsample_block_ids",
     "engine_group_layer_indices",
     "expand_engine_block_ids",

@@ -13,9 +13,7 @@ from kvshm.cache import MappedCache
 from kvshm.layout import (
     BlockIds,
     EngineGroupInfo,
-    KVLayerGroupsManager,
     all_null_chunk_masks,
-    chunks_with_data,
     object_layouts,
 )
 from kvshm.protocol import NO_RESULT, CacheKey, EngineIdentity
@@ -26,8 +24,6 @@ from kvshm.store.chunk_store import Entry
 from kvshm.transfer import gather_chunks, scatter_chunks
 
 __all__ = ["ServerDrivenOperations"]
-
-Arrays = Sequence[NDArray[np.int64]]
 
 
 class ServerDrivenOperations:
@@ -211,7 +207,7 @@ class ServerDrivenOperations:
         sizes: list[tuple[bytes, int]] = []
         for group, layout in enumerate(registration.objects):
             if layout.is_served:
-                has_data = _chunks_to_store(registration, context.layout, ids, group)
+                has_data = _chunks_to_store(registration, ids, group)
                 names = object_keys(scope, worker_id, layout, hashes)
                 keys[group] = [name if data else None for name, data in zip(names, has_data, strict=True)]
                 sizes += [(name, layout.nbytes) for name in keys[group] if name is not None]
@@ -232,9 +228,9 @@ class ServerDrivenOperations:
             for group, names in keys.items():
                 chunks = [state.bytes_of(new[name]) if name in new else None for name in names]
                 if any(chunk is not None for chunk in chunks):
-                    gather_chunks(context, ids.flat(), chunks, group)
+                    gather_chunks(context, ids, chunks, group)
                     if state.settings.verify:
-                        _check_unchanged(context, ids.flat(), chunks, group)
+                        _check_unchanged(context, ids, chunks, group)
             return time.monotonic_ns()
 
         def done(finished_ns: int | None, reason: str | None) -> None:
@@ -341,7 +337,7 @@ class ServerDrivenOperations:
                 raise Refused("the client's time limit passed before the copy began")
             for group, group_entries in found.items():
                 buffers = [None if entry is None else state.bytes_of(entry) for entry in group_entries]
-                scatter_chunks(context, ids.flat(), buffers, group, skip_first_n_tokens, registration.null_block_id)
+                scatter_chunks(context, ids, buffers, group, skip_first_n_tokens, registration.null_block_id)
             return 0
 
         def done(_: int | None, reason: str | None) -> None:
@@ -367,9 +363,7 @@ class ServerDrivenOperations:
         return registration, registration.context
 
 
-def _chunks_to_store(
-    registration: Registration, manager: KVLayerGroupsManager, ids: BlockIds, object_group_idx: int
-) -> Sequence[bool]:
+def _chunks_to_store(registration: Registration, ids: BlockIds, object_group_idx: int) -> Sequence[bool]:
     """Per chunk, whether an object group has data of it.
 
     A chunk of which a kept block is the null block has none. LMCache's clients may have data in that block where all
@@ -379,8 +373,9 @@ def _chunks_to_store(
     if null_block_id is None:
         return [True] * ids.num_chunks
     if registration.is_kvshm or layout.num_chunks_in_sw >= 0 or layout.kind == "recurrent":
-        found: list[bool] = chunks_with_data(manager, ids, object_group_idx, null_block_id).tolist()
+        found: list[bool] = ids.has_data(object_group_idx, null_block_id).tolist()
         return found
+    manager = ids.layout
     per_chunk = [manager.blocks_per_chunk(index) for index in range(len(manager.kernel_groups))]
     lists = [group.tolist() for group in ids.flat()]
     groups = [manager.object_group(object_group_idx)]
@@ -390,7 +385,7 @@ def _chunks_to_store(
 
 def _check_unchanged(
     context: MappedCache,
-    block_ids: Arrays,
+    ids: BlockIds,
     chunks: Sequence[NDArray[np.uint8] | None],
     object_group_idx: int,
 ) -> None:
@@ -403,7 +398,7 @@ def _check_unchanged(
         if chunk is not None:
             again = np.empty_like(chunk)
             only_this = [again if other == index else None for other in range(len(chunks))]
-            gather_chunks(context, block_ids, only_this, object_group_idx)
+            gather_chunks(context, ids, only_this, object_group_idx)
             if not np.array_equal(chunk, again):
                 raise Refused(
                     f"blocks of chunk {index} changed while they were being stored; an engine must leave them alone "

@@ -15,9 +15,6 @@ from kvshm.layout import (
     KVLayerGroupsManager,
     ObjectGroupInfo,
     all_null_chunk_masks,
-    check_to_retrieve,
-    check_to_store,
-    chunks_with_data,
     downsample_block_ids,
     recalculate_blocks_to_skip,
     slice_block_ids_per_group,
@@ -226,22 +223,26 @@ class TestBlockIds:
     )
     def test_lists_and_arrays_of_one_group(self, given: Any) -> None:
         ids = BlockIds.of_engine_groups(one_group(), given, 1)
-        assert [group.tolist() for group in ids.groups] == [[[5, 6, 7, 8]]]
+        assert [ids.blocks(group).tolist() for group in range(len(ids.groups))] == [[[5, 6, 7, 8]]]
         assert [group.tolist() for group in ids.flat()] == [[5, 6, 7, 8]]
 
     def test_one_list_per_engine_group(self) -> None:
         ids = BlockIds.of_engine_groups(two_groups(), [np.arange(8), np.arange(12)], 2)
-        assert [group.tolist() for group in ids.groups] == [
+        assert [ids.blocks(group).tolist() for group in range(len(ids.groups))] == [
             [[0, 1, 2, 3], [4, 5, 6, 7]],
             [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
         ]
-        assert [group.tolist() for group in ids.first_chunks(1).groups] == [[[0, 1, 2, 3]], [[0, 1, 2, 3, 4, 5]]]
+        assert [ids.first_chunks(1).blocks(group).tolist() for group in range(2)] == [
+            [[0, 1, 2, 3]],
+            [[0, 1, 2, 3, 4, 5]],
+        ]
         assert ids.first_chunks(1).num_chunks == 1
 
     def test_kernel_groups_of_one_engine_group_share_its_list(self) -> None:
         layers = [ArraySpec.dense((29, 3, 5), U1), ArraySpec.dense((29, 3, 7), U1)]
         manager = KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS] * 2, (), 3)
-        assert [group.tolist() for group in BlockIds.of_engine_groups(manager, [4], 1).groups] == [[[4]], [[4]]]
+        ids = BlockIds.of_engine_groups(manager, [4], 1)
+        assert [ids.blocks(group).tolist() for group in range(2)] == [[[4]], [[4]]]
 
     def test_the_ids_are_copies(self) -> None:
         given = np.arange(4)
@@ -301,7 +302,7 @@ class TestData:
 
     def masks(self, manager: KVLayerGroupsManager, full: Any, window: Any, null: int | None = 0) -> list[list[bool]]:
         ids = BlockIds.of_engine_groups(manager, [full, window], 2)
-        return [chunks_with_data(manager, ids, group, null).tolist() for group in range(2)]
+        return [ids.has_data(group, null).tolist() for group in range(2)]
 
     def test_null_blocks_outside_a_window_do_not_matter(self) -> None:
         assert self.masks(two_groups(), self.full, self.window) == [[True, True], [True, True]]
@@ -329,17 +330,17 @@ class TestData:
         infos = [EngineGroupInfo(0, (0,)), EngineGroupInfo(1, (1,))]
         manager = KVLayerGroupsManager(layers, [EngineKVFormat.NL_X_NB_BS_HS] * 2, infos, 3)
         ids = BlockIds.of_engine_groups(manager, [[1, 0, 3], [1, 2, 0]], 3)
-        assert chunks_with_data(manager, ids, 0, 0).tolist() == [True, False, False]
+        assert ids.has_data(0, 0).tolist() == [True, False, False]
 
 
 class TestChecks:
     def store(self, manager: KVLayerGroupsManager, *lists: Any, null: int | None = 0, chunks: int = 2) -> None:
-        check_to_store(manager, BlockIds.of_engine_groups(manager, list(lists), chunks), null)
+        BlockIds.of_engine_groups(manager, list(lists), chunks).check_to_store(null)
 
     def retrieve(
         self, manager: KVLayerGroupsManager, *lists: Any, skip: int = 0, null: int | None = 0, chunks: int = 2
     ) -> None:
-        check_to_retrieve(manager, BlockIds.of_engine_groups(manager, list(lists), chunks), skip, null)
+        BlockIds.of_engine_groups(manager, list(lists), chunks).check_to_retrieve(skip, null)
 
     @pytest.mark.parametrize("wrong", [29, -1, 2**62])
     def test_blocks_that_do_not_exist(self, wrong: int) -> None:
