@@ -33,7 +33,7 @@ from kvshm.protocol import (
 )
 from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.server.jobs import Done, JobPool
-from kvshm.server.registrations import Registration, Registrations
+from kvshm.server.registrations import EngineDriven, Registration, Registrations
 from kvshm.server.service import CacheService
 from kvshm.server.state import DEFERRED, Refused, ServerState, Settings
 from kvshm.shm.liveness import Liveness
@@ -268,10 +268,10 @@ class CacheServer:
         stores, retrieves = self._state.loans.counts(registration.instance_id)
         return {
             "instance_id": registration.instance_id,
-            "model_name": registration.model_name,
-            "world_size": registration.world_size,
-            "workers": sorted(registration.worker_ids),
-            "transfer_mode": "engine_driven" if registration.is_engine_driven else "lmcache_driven",
+            "model_name": registration.model[0],
+            "world_size": registration.model[1],
+            "workers": sorted(registration.workers),
+            "transfer_mode": "engine_driven" if isinstance(registration.way, EngineDriven) else "lmcache_driven",
             "silent_s": round(now - registration.last_seen, 3),
             "has_pinged": registration.has_pinged,
             "running_copies": registration.num_running,

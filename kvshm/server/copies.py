@@ -18,7 +18,7 @@ from kvshm.layout import (
 )
 from kvshm.protocol import NO_RESULT, CacheKey, EngineIdentity
 from kvshm.server.lookups import Scope
-from kvshm.server.registrations import Registration, object_keys
+from kvshm.server.registrations import LMCacheIdentity, Registration, ServerDriven, object_keys, scope_of_engine
 from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of, worker_of
 from kvshm.store.chunk_store import Entry
 from kvshm.transfer import gather_chunks, scatter_chunks
@@ -48,19 +48,11 @@ class ServerDrivenOperations:
     ) -> object:
         """Map an engine's cache. A second registration of an id replaces the first."""
 
-        def enter(context: MappedCache) -> Registration:
-            return Registration(
-                instance_id,
-                model_name,
-                world_size,
-                object_layouts(context.layout),
-                self._state.clock(),
-                call.client,
-                null_block_id=self._state.settings.null_block_id,
-                context=context,
-            )
-
-        return self._register(call, instance_id, kv_caches, engine_type, layout_hints, engine_group_infos, enter)
+        identity = LMCacheIdentity.of(model_name, world_size)
+        null_block_id = self._state.settings.null_block_id
+        return self._register(
+            call, instance_id, identity, kv_caches, engine_type, layout_hints, engine_group_infos, null_block_id
+        )
 
     def kvshm_register_server_driven(
         self,
@@ -74,33 +66,20 @@ class ServerDrivenOperations:
         null_block_id: int | None,
     ) -> object:
         """The same for an engine of kvshm's client, which says which worker it is."""
-
-        def enter(context: MappedCache) -> Registration:
-            return Registration(
-                instance_id,
-                identity.model_name,
-                identity.world_size,
-                object_layouts(context.layout),
-                self._state.clock(),
-                call.client,
-                is_kvshm=True,
-                worker_ids={identity.worker_id},
-                cache_salt=identity.cache_salt,
-                null_block_id=null_block_id,
-                context=context,
-            )
-
-        return self._register(call, instance_id, kv_caches, engine_type, layout_hints, engine_group_infos, enter)
+        return self._register(
+            call, instance_id, identity, kv_caches, engine_type, layout_hints, engine_group_infos, null_block_id
+        )
 
     def _register(
         self,
         call: Call,
         instance_id: int,
+        identity: EngineIdentity | LMCacheIdentity,
         kv_caches: Any,
         engine_type: str,
         layout_hints: dict[str, Any],
         engine_group_infos: tuple[EngineGroupInfo, ...],
-        enter: Callable[[MappedCache], Registration],
+        null_block_id: int | None,
     ) -> object:
         attempt = self._registering[instance_id] = object()
 
@@ -113,18 +92,18 @@ class ServerDrivenOperations:
                 engine_type,
             )
 
-        def done(context: MappedCache | None, reason: str | None) -> None:
+        def done(cache: MappedCache | None, reason: str | None) -> None:
             is_latest = self._registering.get(instance_id) is attempt
             if is_latest:
                 del self._registering[instance_id]
-            if context is None:
+            if cache is None:
                 call.fail(reason or "")
             elif not is_latest:
-                self._state.close_context(
-                    context, lambda: call.fail(f"instance {instance_id} was unregistered meanwhile")
-                )
+                self._state.close_cache(cache, lambda: call.fail(f"instance {instance_id} was unregistered meanwhile"))
             else:
-                self._state.enter(enter(context))
+                way, objects = ServerDriven(cache, null_block_id), object_layouts(cache.layout)
+                now = self._state.clock()
+                self._state.enter(Registration(instance_id, call.client, identity, way, objects, now))
                 call.answer(NO_RESULT)
 
         self._state.run(work, done)
@@ -146,15 +125,16 @@ class ServerDrivenOperations:
         self, call: Call, key: CacheKey, instance_id: int, block_ids: list[NDArray[np.int64]], event_handle: bytes
     ) -> object:
         """Gather chunks from the engine's cache; visible before the answer, all of them or none."""
-        registration, context = self._server_driven(instance_id)
+        registration = self._state.registration(instance_id)
+        way = _server_driven(registration)
         worker_id = worker_of(key)
         hashes = self._state.hashes_in_range(key)
-        ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
-        registration.worker_ids.add(worker_id)
+        ids = BlockIds.of_kernel_groups(way.cache.layout, block_ids, len(hashes))
+        registration.acts_as(worker_id)
         return self._store(
             call,
             registration,
-            context,
+            way,
             scope_of(key),
             worker_id,
             hashes,
@@ -175,15 +155,16 @@ class ServerDrivenOperations:
 
         Past ``deadline_ns`` the client may have given the blocks to others: what was gathered by then is dropped.
         """
-        registration, context = self._server_driven(instance_id)
+        registration, identity = self._state.kvshm_engine(instance_id)
+        way = _server_driven(registration)
         hashes = self._state.hashes_of(tokens)
-        ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
+        ids = BlockIds.of_kernel_groups(way.cache.layout, block_ids, len(hashes))
         return self._store(
             call,
             registration,
-            context,
-            registration.scope,
-            registration.worker_id,
+            way,
+            scope_of_engine(identity),
+            identity.worker_id,
             hashes,
             ids,
             deadline_ns,
@@ -194,7 +175,7 @@ class ServerDrivenOperations:
         self,
         call: Call,
         registration: Registration,
-        context: MappedCache,
+        way: ServerDriven,
         scope: Scope,
         worker_id: int,
         hashes: list[bytes],
@@ -207,7 +188,7 @@ class ServerDrivenOperations:
         sizes: list[tuple[bytes, int]] = []
         for group, layout in enumerate(registration.objects):
             if layout.is_served:
-                has_data = _chunks_to_store(registration, ids, group)
+                has_data = _chunks_to_store(registration, way, ids, group)
                 names = object_keys(scope, worker_id, layout, hashes)
                 keys[group] = [name if data else None for name, data in zip(names, has_data, strict=True)]
                 sizes += [(name, layout.nbytes) for name in keys[group] if name is not None]
@@ -228,9 +209,9 @@ class ServerDrivenOperations:
             for group, names in keys.items():
                 chunks = [state.bytes_of(new[name]) if name in new else None for name in names]
                 if any(chunk is not None for chunk in chunks):
-                    gather_chunks(context, ids, chunks, group)
+                    gather_chunks(way.cache, ids, chunks, group)
                     if state.settings.verify:
-                        _check_unchanged(context, ids, chunks, group)
+                        _check_unchanged(way.cache, ids, chunks, group)
             return time.monotonic_ns()
 
         def done(finished_ns: int | None, reason: str | None) -> None:
@@ -275,16 +256,17 @@ class ServerDrivenOperations:
             state.plain_lookups.release_one(call.client, scope, key.request_id, prefix, worker_id, chunks)
 
         try:
-            registration, context = self._server_driven(instance_id)
-            ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
+            registration = state.registration(instance_id)
+            way = _server_driven(registration)
+            ids = BlockIds.of_kernel_groups(way.cache.layout, block_ids, len(hashes))
             found = state.cached(scope, worker_id, registration, hashes)
         except (ValueError, LookupError):
             unlock([])
             state.counters.failed_retrieves += 1
             raise
-        registration.worker_ids.add(worker_id)
+        registration.acts_as(worker_id)
         return self._retrieve(
-            call, registration, context, found, ids, skip_first_n_tokens, None, unlock, [event_handle, True]
+            call, registration, way, found, ids, skip_first_n_tokens, None, unlock, [event_handle, True]
         )
 
     def kvshm_retrieve(
@@ -299,26 +281,27 @@ class ServerDrivenOperations:
     ) -> object:
         """The same for an engine of kvshm's client; what lookups of this request pinned for it is used up."""
         state = self._state
-        registration, context = self._server_driven(instance_id)
+        registration, identity = state.kvshm_engine(instance_id)
+        way = _server_driven(registration)
         hashes = state.hashes_of(tokens)
 
         def unlock(entries: list[Entry]) -> None:
             state.use_up(registration, request_id, hashes, entries)
 
         try:
-            ids = BlockIds.of_kernel_groups(context.layout, block_ids, len(hashes))
-            found = state.cached(registration.scope, registration.worker_id, registration, hashes)
+            ids = BlockIds.of_kernel_groups(way.cache.layout, block_ids, len(hashes))
+            found = state.cached(scope_of_engine(identity), identity.worker_id, registration, hashes)
         except ValueError:
             unlock([])
             state.counters.failed_retrieves += 1
             raise
-        return self._retrieve(call, registration, context, found, ids, skip_first_n_tokens, deadline_ns, unlock, True)
+        return self._retrieve(call, registration, way, found, ids, skip_first_n_tokens, deadline_ns, unlock, True)
 
     def _retrieve(
         self,
         call: Call,
         registration: Registration,
-        context: MappedCache,
+        way: ServerDriven,
         found: dict[int, list[Entry | None]],
         ids: BlockIds,
         skip_first_n_tokens: int,
@@ -337,7 +320,7 @@ class ServerDrivenOperations:
                 raise Refused("the client's time limit passed before the copy began")
             for group, group_entries in found.items():
                 buffers = [None if entry is None else state.bytes_of(entry) for entry in group_entries]
-                scatter_chunks(context, ids, buffers, group, skip_first_n_tokens, registration.null_block_id)
+                scatter_chunks(way.cache, ids, buffers, group, skip_first_n_tokens, way.null_block_id)
             return 0
 
         def done(_: int | None, reason: str | None) -> None:
@@ -356,23 +339,28 @@ class ServerDrivenOperations:
         state.run(work, done)
         return DEFERRED
 
-    def _server_driven(self, instance_id: int) -> tuple[Registration, MappedCache]:
-        registration = self._state.registration(instance_id)
-        if registration.context is None:
-            raise Refused(f"instance {instance_id} is registered as engine-driven; use prepare_store and its kin")
-        return registration, registration.context
+
+def _server_driven(registration: Registration) -> ServerDriven:
+    if not isinstance(registration.way, ServerDriven):
+        raise Refused(
+            f"instance {registration.instance_id} is registered as engine-driven; use prepare_store and its kin"
+        )
+    return registration.way
 
 
-def _chunks_to_store(registration: Registration, ids: BlockIds, object_group_idx: int) -> Sequence[bool]:
+def _chunks_to_store(
+    registration: Registration, way: ServerDriven, ids: BlockIds, object_group_idx: int
+) -> Sequence[bool]:
     """Per chunk, whether an object group has data of it.
 
     A chunk of which a kept block is the null block has none. LMCache's clients may have data in that block where all
     tokens are kept (its bench has): there only a chunk of nothing but null blocks is left out.
     """
-    layout, null_block_id = registration.objects[object_group_idx], registration.null_block_id
+    layout, null_block_id = registration.objects[object_group_idx], way.null_block_id
     if null_block_id is None:
         return [True] * ids.num_chunks
-    if registration.is_kvshm or layout.num_chunks_in_sw >= 0 or layout.kind == "recurrent":
+    is_kvshm = isinstance(registration.identity, EngineIdentity)
+    if is_kvshm or layout.num_chunks_in_sw >= 0 or layout.kind == "recurrent":
         found: list[bool] = ids.has_data(object_group_idx, null_block_id).tolist()
         return found
     manager = ids.layout
@@ -384,7 +372,7 @@ def _chunks_to_store(registration: Registration, ids: BlockIds, object_group_idx
 
 
 def _check_unchanged(
-    context: MappedCache,
+    cache: MappedCache,
     ids: BlockIds,
     chunks: Sequence[NDArray[np.uint8] | None],
     object_group_idx: int,
@@ -398,7 +386,7 @@ def _check_unchanged(
         if chunk is not None:
             again = np.empty_like(chunk)
             only_this = [again if other == index else None for other in range(len(chunks))]
-            gather_chunks(context, ids, only_this, object_group_idx)
+            gather_chunks(cache, ids, only_this, object_group_idx)
             if not np.array_equal(chunk, again):
                 raise Refused(
                     f"blocks of chunk {index} changed while they were being stored; an engine must leave them alone "

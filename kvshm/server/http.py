@@ -18,7 +18,7 @@ from aiohttp import web
 from numpy.typing import NDArray
 
 from kvshm.cache import MappedCache
-from kvshm.server.registrations import Registrations
+from kvshm.server.registrations import Registrations, ServerDriven
 
 __all__ = ["HttpFrontend", "block_checksums", "block_id_ranges", "metrics_text"]
 
@@ -145,16 +145,16 @@ class HttpFrontend:
             registration = next(
                 (known for known in self._server.registrations if known.instance_id == instance_id), None
             )
-            if registration is None or registration.context is None:
+            if registration is None or not isinstance(registration.way, ServerDriven):
                 return _refusal(404, f"instance_id {instance_id} not registered")
-            context = registration.context
+            cache = registration.way.cache
             registration.begin_copy()
 
             def done(result: Any, reason: str | None) -> None:
                 registration.end_copy()
                 tell(result, reason)
 
-            self._server.submit(lambda: _checksum_answer(context, block_ids, chunk_size, layerwise), done)
+            self._server.submit(lambda: _checksum_answer(cache, block_ids, chunk_size, layerwise), done)
             return None
 
         refused: web.Response | None = await self._in_loop(begin)
@@ -180,16 +180,16 @@ def _read_checksum_request(body: Any) -> tuple[int, list[int], int, bool]:
     return instance_id, block_ids, chunk_size, layerwise
 
 
-def _checksum_answer(context: MappedCache, block_ids: list[int], chunk_size: int, layerwise: bool) -> web.Response:
+def _checksum_answer(cache: MappedCache, block_ids: list[int], chunk_size: int, layerwise: bool) -> web.Response:
     """In a worker thread."""
     axes = []
-    for layer, format in enumerate(context.format_per_layer()):
+    for layer, format in enumerate(cache.format_per_layer()):
         # A list of layers with an axis of blocks.
         if format is None or format.lists != ("NL",) or "NB" not in format.axes:
             name = "a layer in no group" if format is None else f"KV format {format.name}"
             return _refusal(501, f"checksum not supported for {name} (layer {layer})")
         axes.append(format.axes.index("NB"))
-    layers = context.arrays
+    layers = cache.arrays
     assert isinstance(layers, list)  # these formats are lists of layers
     if any(not 0 <= block < layer.shape[axis] for layer, axis in zip(layers, axes, strict=True) for block in block_ids):
         return _refusal(400, "block_ids are out of range")

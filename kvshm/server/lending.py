@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from kvshm.layout import ObjectLayout
 from kvshm.protocol import NO_RESULT, CacheKey, EngineDrivenSpec, EngineIdentity
 from kvshm.server.loans import Holder, Loan
-from kvshm.server.registrations import Registration, SlotForm, object_keys, plain_object_layout
+from kvshm.server.registrations import (
+    EngineDriven,
+    LMCacheIdentity,
+    Registration,
+    SlotForm,
+    object_keys,
+    plain_object_layout,
+    scope_of_engine,
+)
 from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of, worker_of
 from kvshm.shm.liveness import LivenessProbe
 from kvshm.store.chunk_store import Entry
@@ -41,24 +49,22 @@ class EngineDrivenOperations:
             self._state.enter(
                 Registration(
                     spec.instance_id,
-                    spec.model_name,
-                    spec.world_size,
+                    call.client,
+                    LMCacheIdentity.of(spec.model_name, spec.world_size),
+                    EngineDriven(Holder(spec.instance_id, None), form),
                     (layout,),
                     self._state.clock(),
-                    call.client,
-                    holder=Holder(spec.instance_id, None),
-                    slot_form=form,
                 )
             )
         return self._where()
 
     def prepare_store(self, call: Call, key: CacheKey, instance_id: int) -> object:
         """Lend slots for the chunks that are not cached. Asked again before the commit, the same slots."""
-        registration, form = self._plain(instance_id)
+        registration, way, form = self._plain(instance_id)
         layout = registration.objects[0]
         hashes = self._state.hashes_in_range(key)
         worker_id = worker_of(key)
-        registration.worker_ids.add(worker_id)
+        registration.acts_as(worker_id)
         loan_id = _loan_id(key, hashes)
         loan = self._state.loans.to_write(instance_id, loan_id)
         if loan is None:
@@ -76,15 +82,13 @@ class EngineDrivenOperations:
             if not new:
                 self._state.objects.commit(reservation)
                 return reply
-            loan = self._state.loans.lend_to_write(
-                _holder(registration), loan_id, reservation, self._state.clock(), reply
-            )
+            loan = self._state.loans.lend_to_write(way.holder, loan_id, reservation, self._state.clock(), reply)
         self._state.loans.renew(loan, self._state.clock())
         return self._lend(call, instance_id, loan_id, loan)
 
     def commit_store(self, call: Call, key: CacheKey, instance_id: int, data: bytes) -> bool:
         """Make what an engine wrote into its slots visible."""
-        registration, _ = self._plain(instance_id)
+        registration, *_ = self._plain(instance_id)
         if data:
             raise Refused("commit_store takes no data here: chunks are written into the pool's slots")
         worker_id = worker_of(key)
@@ -93,10 +97,10 @@ class EngineDrivenOperations:
 
     def prepare_retrieve(self, call: Call, key: CacheKey, instance_id: int) -> dict[str, Any]:
         """Slots of all chunks of the range, kept until the commit."""
-        registration, form = self._plain(instance_id)
+        registration, way, form = self._plain(instance_id)
         hashes = self._state.hashes_in_range(key)
         worker_id = worker_of(key)
-        registration.worker_ids.add(worker_id)
+        registration.acts_as(worker_id)
         try:
             (row,) = self._state.cached(scope_of(key), worker_id, registration, hashes).values()
         except Refused:
@@ -104,7 +108,7 @@ class EngineDrivenOperations:
             self._state.counters.failed_retrieves += 1
             raise
         entries = [entry for entry in row if entry is not None]
-        self._state.loans.lend_to_read(_holder(registration), _loan_id(key, hashes), entries, self._state.clock())
+        self._state.loans.lend_to_read(way.holder, _loan_id(key, hashes), entries, self._state.clock())
         return {"success": True, "data": b"", "context": {"slots": [_slot(form, entry) for entry in entries]}}
 
     def commit_retrieve(self, call: Call, key: CacheKey, instance_id: int) -> bool:
@@ -124,13 +128,14 @@ class EngineDrivenOperations:
             self._state.chunks_in_range(key),
         )
 
-    def _plain(self, instance_id: int) -> tuple[Registration, SlotForm]:
-        registration = self._engine_driven(instance_id)
-        if registration.slot_form is None:
+    def _plain(self, instance_id: int) -> tuple[Registration, EngineDriven, SlotForm]:
+        registration = self._state.registration(instance_id)
+        way = _engine_driven(registration)
+        if way.slot_form is None:
             raise Refused(
                 f"instance {instance_id} was registered by kvshm's client; use kvshm_prepare_store and its kin"
             )
-        return registration, registration.slot_form
+        return registration, way, way.slot_form
 
     def _known(self, spec: EngineDrivenSpec, layout: ObjectLayout) -> Registration | None:
         """The engine, where it is registered like this already."""
@@ -138,12 +143,9 @@ class EngineDrivenOperations:
             known = self._state.registration(spec.instance_id)
         except LookupError:
             return None
-        is_same = known.slot_form is not None and (known.model_name, known.world_size, known.objects) == (
-            spec.model_name,
-            spec.world_size,
-            (layout,),
-        )
-        return known if is_same else None
+        is_plain = isinstance(known.way, EngineDriven) and known.way.slot_form is not None
+        is_same = (known.model, known.objects) == ((spec.model_name, spec.world_size), (layout,))
+        return known if is_plain and is_same else None
 
     # kvshm's engines: the objects of their layout, loans by an id of the engine's
 
@@ -162,15 +164,11 @@ class EngineDrivenOperations:
         self._state.enter(
             Registration(
                 instance_id,
-                identity.model_name,
-                identity.world_size,
+                call.client,
+                identity,
+                EngineDriven(Holder(instance_id, LivenessProbe(liveness_name))),
                 objects,
                 self._state.clock(),
-                call.client,
-                is_kvshm=True,
-                worker_ids={identity.worker_id},
-                cache_salt=identity.cache_salt,
-                holder=Holder(instance_id, LivenessProbe(liveness_name)),
             )
         )
         return self._where()
@@ -188,7 +186,7 @@ class EngineDrivenOperations:
         Gives ``slots``, per object group [chunk, offset in the pool], and ``found``: where nothing is to be written,
         the chunks that a lookup finds now.
         """
-        registration, state = self._kvshm(instance_id), self._state
+        (registration, identity, way), state = self._kvshm(instance_id), self._state
         hashes = state.hashes_of(tokens)
         if len(wanted) != len(registration.objects) or max(map(max, filter(None, wanted)), default=-1) >= len(hashes):
             raise Refused(
@@ -196,11 +194,12 @@ class EngineDrivenOperations:
                 f"{len(registration.objects)} with {len(hashes)} chunks"
             )
         self._check_loan_id(instance_id, loan_id)
+        scope = scope_of_engine(identity)
         names: list[dict[int, bytes]] = []
         sizes: list[tuple[bytes, int]] = []
         for layout, chunks in zip(registration.objects, wanted, strict=True):
             stored = chunks if layout.is_served else ()
-            keys = object_keys(registration.scope, registration.worker_id, layout, (hashes[chunk] for chunk in stored))
+            keys = object_keys(scope, identity.worker_id, layout, (hashes[chunk] for chunk in stored))
             names.append(dict(zip(stored, keys, strict=True)))
             sizes += [(name, layout.nbytes) for name in keys]
         reservation = state.objects.reserve(sizes)
@@ -212,14 +211,14 @@ class EngineDrivenOperations:
             state.objects.commit(reservation)
             return {"slots": slots, "found": state.num_found(registration, hashes)}
         loan = state.loans.lend_to_write(
-            _holder(registration), loan_id, reservation, state.clock(), {"slots": slots, "found": 0}, hashes
+            way.holder, loan_id, reservation, state.clock(), {"slots": slots, "found": 0}, hashes
         )
         return self._lend(call, instance_id, loan_id, loan)
 
     def kvshm_commit_store(self, call: Call, instance_id: int, loan_id: str) -> int:
         """Make what an engine wrote into its slots visible; gives the chunks that a lookup finds then."""
-        registration = self._kvshm(instance_id)
-        loan = self._commit(registration, registration.worker_id, loan_id)
+        registration, identity, _ = self._kvshm(instance_id)
+        loan = self._commit(registration, identity.worker_id, loan_id)
         return self._state.num_found(registration, loan.hashes)
 
     def kvshm_prepare_retrieve(
@@ -229,17 +228,17 @@ class EngineDrivenOperations:
 
         What lookups of this request pinned for this engine is used up.
         """
-        registration, state = self._kvshm(instance_id), self._state
+        (registration, identity, way), state = self._kvshm(instance_id), self._state
         self._check_loan_id(instance_id, loan_id)
         hashes = state.hashes_of(tokens)
         try:
-            found = state.cached(registration.scope, registration.worker_id, registration, hashes)
+            found = state.cached(scope_of_engine(identity), identity.worker_id, registration, hashes)
         except Refused:
             state.use_up(registration, request_id, hashes, [])
             state.counters.failed_retrieves += 1
             raise
         entries = [entry for row in found.values() for entry in row if entry is not None]
-        state.loans.lend_to_read(_holder(registration), loan_id, entries, state.clock())
+        state.loans.lend_to_read(way.holder, loan_id, entries, state.clock())
         state.use_up(registration, request_id, hashes, entries)
         return [
             [[chunk, entry.offset] for chunk, entry in enumerate(found.get(group, ())) if entry is not None]
@@ -262,11 +261,9 @@ class EngineDrivenOperations:
         if self._state.loans.is_refused(instance_id, loan_id):
             raise Refused(f"what the id {loan_id!r} was lent is given back, or in use; give each transfer its own id")
 
-    def _kvshm(self, instance_id: int) -> Registration:
-        registration = self._engine_driven(instance_id)
-        if not registration.is_kvshm:
-            raise Refused(f"instance {instance_id} was registered by LMCache's client; use prepare_store and its kin")
-        return registration
+    def _kvshm(self, instance_id: int) -> tuple[Registration, EngineIdentity, EngineDriven]:
+        registration, identity = self._state.kvshm_engine(instance_id)
+        return registration, identity, _engine_driven(registration)
 
     # Of both
 
@@ -312,16 +309,11 @@ class EngineDrivenOperations:
         state.counters.retrieves += 1
         state.counters.retrieved_bytes += sum(entry.nbytes for entry in loan.entries)
 
-    def _engine_driven(self, instance_id: int) -> Registration:
-        registration = self._state.registration(instance_id)
-        if not registration.is_engine_driven:
-            raise Refused(f"instance {instance_id} is registered as server-driven; use store and retrieve")
-        return registration
 
-
-def _holder(registration: Registration) -> Holder:
-    assert registration.holder is not None
-    return registration.holder
+def _engine_driven(registration: Registration) -> EngineDriven:
+    if not isinstance(registration.way, EngineDriven):
+        raise Refused(f"instance {registration.instance_id} is registered as server-driven; use store and retrieve")
+    return registration.way
 
 
 def _loan_id(key: CacheKey, hashes: list[bytes]) -> Hashable:

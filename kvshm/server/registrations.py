@@ -21,12 +21,22 @@ from kvshm.formats.geometry import LATENT, PAGE, SPLIT
 from kvshm.layout import ObjectLayout
 from kvshm.layout.chunk import KernelGroupMeaning, object_meaning
 from kvshm.prefix import CHUNK_HASH_NBYTES
-from kvshm.protocol import NOT_REGISTERED, EngineDrivenSpec
+from kvshm.protocol import NOT_REGISTERED, EngineDrivenSpec, EngineIdentity
 from kvshm.server.hits import Need
 from kvshm.server.loans import Holder
 from kvshm.server.lookups import Scope
 
-__all__ = ["Registration", "Registrations", "SlotForm", "object_keys", "plain_object_layout"]
+__all__ = [
+    "EngineDriven",
+    "LMCacheIdentity",
+    "Registration",
+    "Registrations",
+    "ServerDriven",
+    "SlotForm",
+    "object_keys",
+    "plain_object_layout",
+    "scope_of_engine",
+]
 
 _MAX_STORED = 1000  # workers remembered after their engine has gone, and layouts of each; past this the first goes
 
@@ -85,46 +95,69 @@ def object_keys(scope: Scope, worker_id: int, layout: ObjectLayout, hashes: Iter
     return [chunk_hash + digest for chunk_hash in hashes]
 
 
-@dataclass(slots=True, eq=False)
-class Registration:
-    """One engine."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerDriven:
+    """The server copies: it has the engine's cache mapped."""
 
-    instance_id: int
+    cache: MappedCache
+    null_block_id: int | None  # None: there is none
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineDriven:
+    """The engine copies, into and out of slots of the pool that it is lent."""
+
+    holder: Holder
+    slot_form: SlotForm | None = None  # how an engine of LMCache's sees a slot; None: one of kvshm's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LMCacheIdentity:
+    """What LMCache's client says of an engine. Which worker it is shows when it stores or retrieves."""
+
     model_name: str
     world_size: int
+    workers: set[int]  # that it has been
+
+    @classmethod
+    def of(cls, model_name: str, world_size: int) -> LMCacheIdentity:
+        """Of an engine that has just registered."""
+        return cls(model_name, world_size, {0} if world_size == 1 else set())
+
+
+@dataclass(slots=True, eq=False)
+class Registration:
+    """One engine: whose it is, who copies, and what its chunks are like."""
+
+    instance_id: int
+    client: bytes  # that registered it
+    identity: EngineIdentity | LMCacheIdentity
+    way: ServerDriven | EngineDriven
     objects: tuple[ObjectLayout, ...]
     last_seen: float
-    client: bytes = b""  # that registered it
-    is_kvshm: bool = False  # registered by kvshm's client
-    worker_ids: set[int] = field(default_factory=set)  # of LMCache's engines those that they stored as
-    cache_salt: str = ""
-    null_block_id: int | None = 0
-    context: MappedCache | None = None  # server-driven
-    holder: Holder | None = None  # engine-driven
-    slot_form: SlotForm | None = None  # of LMCache's engine-driven engines
     has_pinged: bool = False
     num_running: int = 0  # copies on its memory
     on_idle: list[Callable[[], None]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if self.world_size == 1:
-            self.worker_ids = {0}
+    @property
+    def model(self) -> tuple[str, int]:
+        """Model and world size."""
+        return self.identity.model_name, self.identity.world_size
 
     @property
-    def is_engine_driven(self) -> bool:
-        """Whether the engine copies by itself."""
-        return self.holder is not None
+    def workers(self) -> set[int]:
+        """Which workers it is known to be."""
+        return {self.identity.worker_id} if isinstance(self.identity, EngineIdentity) else self.identity.workers
+
+    def acts_as(self, worker_id: int) -> None:
+        """An engine of LMCache's stores or retrieves as this worker."""
+        if isinstance(self.identity, LMCacheIdentity):
+            self.identity.workers.add(worker_id)
 
     @property
-    def worker_id(self) -> int:
-        """Which worker an engine of kvshm's client is."""
-        (worker_id,) = self.worker_ids
-        return worker_id
-
-    @property
-    def scope(self) -> Scope:
-        """Whose chunks an engine of kvshm's client stores and finds."""
-        return self.model_name, self.world_size, self.cache_salt
+    def is_dead(self) -> bool:
+        """Whether its process is known to be dead."""
+        return isinstance(self.way, EngineDriven) and self.way.holder.is_dead
 
     @property
     def served(self) -> tuple[ObjectLayout, ...]:
@@ -149,6 +182,11 @@ class Registration:
             self.on_idle.append(callback)
         else:
             callback()
+
+
+def scope_of_engine(identity: EngineIdentity) -> Scope:
+    """Whose chunks an engine of kvshm's client stores and finds."""
+    return identity.model_name, identity.world_size, identity.cache_salt
 
 
 Layouts = tuple[ObjectLayout, ...]
@@ -211,18 +249,18 @@ class Registrations:
             registration
             for registration in self._by_id.values()
             if now - registration.last_seen > (self.reap_after_s if registration.has_pinged else self.grace_s)
-            or (registration.holder is not None and registration.holder.is_dead)
+            or registration.is_dead
         ]
 
     def models_of(self, client: bytes) -> set[tuple[str, int]]:
         """Model and world size of the engines that a client registered."""
-        return {(each.model_name, each.world_size) for each in self._by_id.values() if each.client == client}
+        return {each.model for each in self._by_id.values() if each.client == client}
 
     def has_stored(self, registration: Registration, worker_id: int) -> None:
         """An engine has stored as this worker."""
-        if registration.is_kvshm:
+        if isinstance(registration.identity, EngineIdentity):
             return  # it says which worker it is
-        worker = (registration.model_name, registration.world_size, worker_id)
+        worker = (*registration.model, worker_id)
         of_worker = self._stored.setdefault(worker, {})
         of_worker[registration.served] = None
         if len(of_worker) > _MAX_STORED:
@@ -240,8 +278,8 @@ class Registrations:
         needs: list[Need] = []
         for worker_id in workers:
             layouts: list[Layouts] = []
-            if worker_id not in registration.worker_ids:
-                layouts = self._layouts(registration.model_name, registration.world_size, worker_id)
+            if worker_id not in registration.workers:
+                layouts = self._layouts(*registration.model, worker_id)
             if not layouts or registration.served in layouts:
                 layouts = [registration.served]
             needs += [Need(worker_id, layout) for objects in layouts for layout in objects]
@@ -262,13 +300,9 @@ class Registrations:
 
     def _layouts(self, model_name: str, world_size: int, worker_id: int) -> list[Layouts]:
         """The different layouts of the engines that are this worker, or that may be."""
-        of_model = [
-            registration
-            for registration in self._by_id.values()
-            if (registration.model_name, registration.world_size) == (model_name, world_size)
-        ]
-        known = dict.fromkeys(each.served for each in of_model if worker_id in each.worker_ids)
+        of_model = [each for each in self._by_id.values() if each.model == (model_name, world_size)]
+        known = dict.fromkeys(each.served for each in of_model if worker_id in each.workers)
         if known:
             return list(known)
         stored = self._stored.get((model_name, world_size, worker_id), {})
-        return list(dict.fromkeys(each.served for each in of_model if not each.worker_ids and each.served in stored))
+        return list(dict.fromkeys(each.served for each in of_model if not each.workers and each.served in stored))

@@ -20,7 +20,7 @@ from kvshm._version import __version__
 from kvshm.protocol import NO_RESULT, OPERATIONS, PROTOCOL_VERSION, CacheKey
 from kvshm.server.copies import ServerDrivenOperations
 from kvshm.server.lending import EngineDrivenOperations
-from kvshm.server.registrations import Registration
+from kvshm.server.registrations import scope_of_engine
 from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of
 from kvshm.shm.liveness import Liveness
 
@@ -84,17 +84,15 @@ class CacheService:
         """The same for an engine of kvshm's client, in one round trip; pins for all workers of a request, or (without
         one) for a retrieve by this one."""
         state = self.state
-        registration = self._kvshm(instance_id)
+        registration, identity = state.kvshm_engine(instance_id)
         hashes = state.hashes_of(tokens)
         num_chunks = state.lookups.look_up(
-            registration.scope,
+            scope_of_engine(identity),
             request_id,
             instance_id,
-            registration.worker_id,
+            identity.worker_id,
             hashes,
-            lambda workers, num_chunks: state.longest_hit(
-                registration.scope, state.registrations.needs_of(registration, workers), hashes[:num_chunks]
-            ),
+            lambda workers, num_chunks: state.hit_of(registration, workers, hashes[:num_chunks]),
             state.clock(),
         )
         self._count(len(hashes), num_chunks)
@@ -104,9 +102,9 @@ class CacheService:
         self, call: Call, instance_id: int, request_id: str | None, tokens: NDArray[np.int64] | None
     ) -> object:
         """Give up what lookups pinned and no retrieve used up: of a request, or the latest of these tokens, or all."""
-        registration, lookups = self._kvshm(instance_id), self.state.lookups
+        (_, identity), lookups = self.state.kvshm_engine(instance_id), self.state.lookups
         if request_id is not None:
-            lookups.release(registration.scope, request_id, instance_id, registration.worker_id)
+            lookups.release(scope_of_engine(identity), request_id, instance_id, identity.worker_id)
         elif tokens is not None:
             lookups.release_latest(instance_id, self.state.hashes_of(tokens))
         else:
@@ -115,18 +113,12 @@ class CacheService:
 
     def kvshm_count(self, call: Call, instance_id: int, tokens: NDArray[np.int64]) -> int:
         """Chunks that a lookup would find now. Pins nothing."""
-        return self.state.num_found(self._kvshm(instance_id), self.state.hashes_of(tokens))
+        return self.state.num_found(self.state.kvshm_engine(instance_id)[0], self.state.hashes_of(tokens))
 
     def kvshm_settle(self, call: Call, instance_id: int) -> object:
         """Answered once no copy runs on an engine's memory."""
         self.state.when_idle(instance_id, lambda: call.answer(NO_RESULT))
         return DEFERRED
-
-    def _kvshm(self, instance_id: int) -> Registration:
-        registration = self.state.registration(instance_id)
-        if not registration.is_kvshm:
-            raise Refused(f"instance {instance_id} was registered by LMCache's client; use lookup and its kin")
-        return registration
 
     def _count(self, num_chunks: int, num_found: int) -> None:
         counters, size = self.state.counters, self.state.settings.chunk_size
@@ -208,12 +200,11 @@ class CacheService:
         state.counters.expired_lookups += state.lookups.expire(now) + state.plain_lookups.expire(now)
         state.count_expired(state.loans.expire(now))
         for registration in state.registrations.silent(now):
-            is_dead = registration.holder is not None and registration.holder.is_dead
             _logger.warning(
                 "kvshm server: instance %d (%s) %s and is dropped",
                 registration.instance_id,
-                registration.model_name,
-                "has ended" if is_dead else f"has been silent for {now - registration.last_seen:.1f} s",
+                registration.model[0],
+                "has ended" if registration.is_dead else f"has been silent for {now - registration.last_seen:.1f} s",
             )
             state.reap(registration)
 

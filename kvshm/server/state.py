@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from kvshm.cache import MappedCache
 from kvshm.layout import ObjectLayout
 from kvshm.prefix import chunk_hashes
-from kvshm.protocol import CacheKey
+from kvshm.protocol import CacheKey, EngineIdentity
 from kvshm.server.hits import Hit, Need, longest_hit
 from kvshm.server.jobs import Done
 from kvshm.server.loans import Loans
 from kvshm.server.lookups import EngineLookups, PlainLookups, Scope
-from kvshm.server.registrations import Registration, Registrations, object_keys
+from kvshm.server.registrations import Registration, Registrations, ServerDriven, object_keys, scope_of_engine
 from kvshm.store.chunk_store import ChunkStore, Entry
 from kvshm.store.pool_memory import PoolMemory
 from kvshm.units import checked_seconds
@@ -154,6 +154,18 @@ class ServerState:
         """The engine of an id, its lease renewed. KeyError: there is none."""
         return self.registrations.get(instance_id, self.clock())
 
+    def kvshm_engine(self, instance_id: int) -> tuple[Registration, EngineIdentity]:
+        """An engine of kvshm's client, its lease renewed.
+
+        Raises:
+            KeyError: There is none.
+            Refused: It was registered by LMCache's client.
+        """
+        registration = self.registration(instance_id)
+        if not isinstance(registration.identity, EngineIdentity):
+            raise Refused(f"instance {instance_id} was registered by LMCache's client; use LMCache's operations")
+        return registration, registration.identity
+
     def enter(self, registration: Registration) -> None:
         """Enter an engine in place of the one that had its id."""
         previous = self.registrations.add(registration)
@@ -166,11 +178,10 @@ class ServerState:
 
         def close() -> None:
             self.retired.remove(registration)
-            context, registration.context = registration.context, None
-            if context is None:
-                then()
+            if isinstance(registration.way, ServerDriven):
+                self.close_cache(registration.way.cache, then)
             else:
-                self.close_context(context, then)
+                then()
 
         registration.when_idle(close)
 
@@ -192,14 +203,9 @@ class ServerState:
         else:
             self.retire(registration, then)
 
-    def close_context(self, context: MappedCache, then: Callable[[], None]) -> None:
+    def close_cache(self, cache: MappedCache, then: Callable[[], None]) -> None:
         """Unmap an engine's cache. In another thread: unmapping gigabytes takes longer than a ping may."""
-        holder = [context]
-
-        def work() -> None:
-            holder.pop().close()
-
-        self.run(work, lambda result, reason: then())
+        self.run(cache.close, lambda result, reason: then())
 
     def reap(self, registration: Registration) -> None:
         """Drop an engine that fell silent.
@@ -228,18 +234,25 @@ class ServerState:
             needs, len(hashes), lambda need, count: self._row(scope, need.worker_id, need.layout, hashes[:count])
         )
 
+    def hit_of(self, registration: Registration, workers: Iterable[int], hashes: list[bytes]) -> Hit[Entry]:
+        """The longest cached prefix that some workers of an engine of kvshm's client can retrieve."""
+        assert isinstance(registration.identity, EngineIdentity)
+        needs = self.registrations.needs_of(registration, workers)
+        return self.longest_hit(scope_of_engine(registration.identity), needs, hashes)
+
+    def num_found(self, registration: Registration, hashes: list[bytes]) -> int:
+        """Chunks that a lookup by an engine of kvshm's client would find now."""
+        return self.hit_of(registration, range(registration.model[1]), hashes).num_chunks
+
     def use_up(
         self, registration: Registration, request_id: str | None, hashes: list[bytes], entries: list[Entry]
     ) -> None:
         """An engine of kvshm's client retrieves these objects (none on a miss): its pins of the request are used up."""
+        identity = registration.identity
+        assert isinstance(identity, EngineIdentity)
         self.lookups.use_up(
-            registration.scope, request_id, registration.instance_id, registration.worker_id, hashes, entries
+            scope_of_engine(identity), request_id, registration.instance_id, identity.worker_id, hashes, entries
         )
-
-    def num_found(self, registration: Registration, hashes: list[bytes]) -> int:
-        """Chunks that a lookup by an engine of kvshm's client would find now."""
-        needs = self.registrations.needs_of(registration, range(registration.world_size))
-        return self.longest_hit(registration.scope, needs, hashes).num_chunks
 
     def cached(
         self, scope: Scope, worker_id: int, registration: Registration, hashes: list[bytes]

@@ -191,11 +191,11 @@ def test_unregister_waits_for_the_copies(server: CacheServer, monkeypatch: pytes
 
 
 def test_pings_are_answered_while_memory_is_unmapped(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = importlib.import_module("kvshm.context")
-    gate = Gate(context.CPUCacheContext.close)
+    context = importlib.import_module("kvshm.cache")
+    gate = Gate(context.MappedCache.close)
     with RawClient(server.endpoint) as raw:
         raw.register(layers())
-        monkeypatch.setattr(context.CPUCacheContext, "close", lambda self: gate(self))  # noqa: PLW0108  a method
+        monkeypatch.setattr(context.MappedCache, "close", lambda self: gate(self))  # noqa: PLW0108  a method
         unregister = raw.send(2, 1)
         assert gate.begun.wait(30)
         for _ in range(10):
@@ -207,8 +207,8 @@ def test_pings_are_answered_while_memory_is_unmapped(server: CacheServer, monkey
 def test_an_engine_that_unregisters_while_it_registers(
     server: CacheServer, monkeypatch: pytest.MonkeyPatch, copies: Any
 ) -> None:
-    gate = Gate(copies.CPUCacheContext)
-    monkeypatch.setattr(copies, "CPUCacheContext", gate)
+    gate = Gate(copies.MappedCache)
+    monkeypatch.setattr(copies, "MappedCache", gate)
     with RawClient(server.endpoint) as raw:
         arrays = layers()
         frames = [msgpack.ExtType(1, kvshm.wrap(array).to_bytes()) for array in arrays]

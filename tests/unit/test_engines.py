@@ -671,7 +671,7 @@ def test_unknown_engines_are_refused_by_name(server: CacheServer) -> None:
     with RawClient(server.endpoint) as raw, CacheClient(server.endpoint) as client:
         raw.register(numbered((2, 9, 1, 1, 1)), 3)
         _, reason = raw.ask("kvshm_lookup", 3, None, wire.pack([])[:0])
-        assert "use lookup and its kin" in reason
+        assert "use LMCache's operations" in reason
         engine = client.register(numbered((2, 9, 1, 1, 1)), "m", layout_hints=NHD)
         assert raw.ask("kvshm_count", engine.instance_id, b"") == [0]
         engine.unregister()

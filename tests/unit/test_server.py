@@ -594,8 +594,8 @@ def test_the_two_protocols_do_not_mix(raw: RawClient) -> None:
     with borrower(raw):
         tokens = token_array(TOKENS).tobytes()
         assert "use kvshm_prepare_store" in raw.ask(16, key_map(TOKENS), 8)[1]
-        assert "use prepare_store" in raw.ask("kvshm_prepare_store", 9, "l", tokens, [[0]])[1]
-        assert "use lookup and its kin" in raw.ask("kvshm_lookup", 9, None, tokens)[1]
+        assert "use LMCache's operations" in raw.ask("kvshm_prepare_store", 9, "l", tokens, [[0]])[1]
+        assert "use LMCache's operations" in raw.ask("kvshm_lookup", 9, None, tokens)[1]
     raw.ask(15, 9)
 
 
