@@ -284,6 +284,8 @@ def test_replicas_do_not_use_up_each_others(cache: Cache, engines: Engines) -> N
     """Engines 0 and 1 are one replica, 2 and 3 another; both count their requests from 0."""
     engines.look_up(0, "ab", "0")
     engines.look_up(2, "ab", "0")
+    engines.lookups.release(TWO, "0", 1, 1)
+    assert engines.lookups.num_pins == 8, "it is not told which is meant"
     engines.retrieve(1, "ab", "0")
     assert engines.lookups.num_pins == 6, "of one of them"
     engines.lookups.release(TWO, "0", 1, 1)
