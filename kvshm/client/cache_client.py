@@ -11,7 +11,7 @@ import numpy as np
 
 from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
 from kvshm.client.engine import Engine
-from kvshm.client.link import ServerLink
+from kvshm.client.link import Pace, ServerLink
 from kvshm.client.operations import PlainOperations, ServerInfo
 from kvshm.client.registration import Registration, TransferMode
 from kvshm.client.sessions import EngineCache
@@ -39,7 +39,9 @@ class CacheClient(PlainOperations):
         url: ``tcp://localhost:5555`` or ``ipc://PATH``, of ``kvshm serve`` or of a real LMCache server.
         timeout_s: How long a request may take.
         connect_timeout_s: How much of that may go into finding the server.
-        heartbeat_s: How often a registered engine gives a sign of life.
+        heartbeat_s: How often the leases of registered engines are renewed.
+        probe_timeout_s: How long the server may take to answer the heartbeat before it counts as away.
+        retry_s: When a server that is away is looked for again; the wait doubles each time, up to ``heartbeat_s``.
         raises: Engines raise what goes wrong with the server instead of missing.
 
     Raises:
@@ -53,15 +55,17 @@ class CacheClient(PlainOperations):
         *,
         connect_timeout_s: float = 1.0,
         heartbeat_s: float = 5.0,
+        probe_timeout_s: float = 0.5,
+        retry_s: float = 0.1,
         raises: bool = False,
     ) -> None:
         if not isinstance(url, str) or not url.isprintable() or not url.startswith(("tcp://", "ipc://")):
             raise ValueError(f"invalid url {url!r}: expected tcp://HOST:PORT or ipc://PATH")
         timeout_s = checked_seconds("timeout_s", timeout_s)
         connect_timeout_s = checked_seconds("connect_timeout_s", connect_timeout_s)
-        heartbeat_s = checked_seconds("heartbeat_s", heartbeat_s)
+        pace = Pace(heartbeat_s, probe_timeout_s, retry_s)
         self._raises = raises
-        self._link = ServerLink(url, timeout_s, connect_timeout_s, heartbeat_s)
+        self._link = ServerLink(url, timeout_s, connect_timeout_s, pace)
         self._connections = self._link.connections
         # Also at interpreter exit. The heartbeat holds the link and not the client, so a dropped client is closed.
         self._closing = weakref.finalize(self, self._link.close)

@@ -10,19 +10,19 @@ import contextlib
 import logging
 import os
 import queue
+import random
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvshm import wire
 from kvshm.client.connections import CacheServerError, Connections
 from kvshm.client.operations import PlainOperations, ServerInfo, probe
+from kvshm.units import checked_seconds
 
-__all__ = ["Member", "ServerLink"]
+__all__ = ["Member", "Pace", "ServerLink"]
 
-_PROBE_TIMEOUT_S = 0.5
-_RETRY_S = 0.1
 _FAREWELL_S = 0.5
 
 _logger = logging.getLogger("kvshm")
@@ -54,12 +54,42 @@ class Member(Protocol):
         """Unregister, if that can be done in this time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a link speaks to its server. Times in seconds.
+
+    Raises:
+        ValueError: One of them is not finite and positive.
+    """
+
+    heartbeat_s: float = 5.0  # from one renewal of the leases to the next
+    probe_timeout_s: float = 0.5  # that the server may take to answer the heartbeat
+    retry_s: float = 0.1  # from one search for a server that is away to the next; each takes twice as long as the last
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_s", "probe_timeout_s", "retry_s"):
+            object.__setattr__(self, name, checked_seconds(name, getattr(self, name)))
+
+    def retry_after(self, num_failed: int) -> float:
+        """How long to wait before the server is looked for again; no two clients keep step.
+
+        >>> pace = Pace(heartbeat_s=1.0, retry_s=0.1)
+        >>> all(0.3 <= pace.retry_after(2) <= 0.4 for _ in range(100))
+        True
+        >>> all(0.75 <= pace.retry_after(1000) <= 1.0 for _ in range(100))
+        True
+        """
+        wait_s = min(self.retry_s * 2.0 ** min(num_failed, 30), self.heartbeat_s)
+        return wait_s * random.uniform(0.75, 1.0)
+
+
 class ServerLink(PlainOperations):
     """The connections to a server, and the knowledge whether it is there."""
 
-    def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, heartbeat_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, connect_timeout_s: float, pace: Pace) -> None:
         self._connections = Connections(url, timeout_s, connect_timeout_s)
-        self._heartbeat_s = heartbeat_s
+        self._pace = pace
+        self._num_failed = 0  # searches for the server since it was there
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._members: dict[int, Member] = {}
@@ -151,7 +181,7 @@ class ServerLink(PlainOperations):
             member.say_farewell(deadline - time.monotonic() if self.is_up else 0.0)
         self._connections.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_PROBE_TIMEOUT_S)
+            self._thread.join(self._pace.probe_timeout_s)
         while not self._events.empty():  # a member that is in there would be kept with its caches
             self._events.get()
 
@@ -170,6 +200,7 @@ class ServerLink(PlainOperations):
                 elif self.remove(leaving):
                     leaving.say_farewell(_FAREWELL_S if self.is_up else 0.0)
             except (OSError, CacheServerError, wire.WireError) as error:
+                self._num_failed += 1
                 self.mark_down(error)
             except Exception as error:  # the heartbeat must not end while its client lives
                 if self._closing.is_set():
@@ -180,7 +211,9 @@ class ServerLink(PlainOperations):
     def _wait(self) -> Member | None:
         """Until the next heartbeat, or until a member leaves or the server is to be looked at."""
         try:
-            return self._events.get(timeout=self._heartbeat_s if self.is_up else _RETRY_S)
+            pace = self._pace
+            wait_s = pace.heartbeat_s if self.is_up else pace.retry_after(self._num_failed)
+            return self._events.get(timeout=wait_s)
         except queue.Empty:
             return None
 
@@ -189,9 +222,9 @@ class ServerLink(PlainOperations):
         before, was_up = self._info, self.is_up
         if was_up and before is not None and not before.is_kvshm:
             # A real LMCache server logs an error for a question that it does not know: it is asked that once.
-            info = replace(before, chunk_size=self.get_chunk_size(timeout_s=_PROBE_TIMEOUT_S))
+            info = replace(before, chunk_size=self.get_chunk_size(timeout_s=self._pace.probe_timeout_s))
         else:
-            info = probe(self._connections, _PROBE_TIMEOUT_S)
+            info = probe(self._connections, self._pace.probe_timeout_s)
         # A real LMCache server has no boot token; once it was away it may be another.
         is_doubtful = not was_up and not info.is_kvshm
         for member in self._snapshot():
@@ -200,11 +233,12 @@ class ServerLink(PlainOperations):
                     self.register_again(member, info)
         self._info = info
         for member in self._snapshot():
-            self.ping(member.instance_id, timeout_s=_PROBE_TIMEOUT_S)
+            self.ping(member.instance_id, timeout_s=self._pace.probe_timeout_s)
             with contextlib.suppress(CacheServerError, wire.WireError):  # the next time, then
                 member.settle()
         if not was_up:
             _logger.warning("kvshm: the cache server at %s is back", self._connections.url)
+        self._num_failed = 0
         self.is_up = True
 
 

@@ -231,13 +231,13 @@ class CacheServer:
 
     def status(self) -> dict[str, Any]:
         """How the server is, as ``kvshm status`` prints it. Called in the loop, see :meth:`call`."""
-        state, now = self._state, time.monotonic()
+        state, now = self._state, self._state.clock()
         store = state.objects
         return {
             "version": __version__,
             "boot_token": self._service.boot_token,
             "endpoint": self._endpoint,
-            "uptime_s": round(now - self._started_at, 3),
+            "uptime_s": round(time.monotonic() - self._started_at, 3),
             "chunk_size": self._settings.chunk_size,
             "pool": {
                 "name": self._pool.name,

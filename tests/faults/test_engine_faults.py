@@ -15,7 +15,7 @@ import pytest
 from kvshm.client.cache_client import CacheClient
 from kvshm.client.connections import Connection
 from kvshm.server.cache_server import CacheServer
-from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, running_server, wipe
+from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, let_pass, running_server, wipe
 from tests.support.processes import Peer
 
 TOKENS = list(range(100, 100 + 3 * CHUNK))
@@ -26,7 +26,7 @@ ENGINE = f"""
 import os, signal
 from kvshm.client import kvshm_server
 from kvshm.client.cache_client import CacheClient
-from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, wipe
+from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, let_pass, wipe
 
 TOKENS, BLOCKS, OTHER_BLOCKS = {TOKENS}, {BLOCKS}, {OTHER_BLOCKS}
 
@@ -53,9 +53,9 @@ def are_names_gone(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def impatient() -> Iterator[CacheServer]:
-    """A server whose clocks run out at once."""
-    with running_server(reap_after_s=0.3, prepare_ttl_s=0.01) as server:
+def server() -> Iterator[CacheServer]:
+    """A server that lends slots for less time than engines may be silent."""
+    with running_server(prepare_ttl_s=10) as server:
         yield server
 
 
@@ -74,11 +74,9 @@ def stopped_engine(server: CacheServer, are_names_gone: bool, copy: str, call: s
         if are_names_gone:
             os.unlink(f"/dev/shm{name}")
             os.unlink(f"/dev/shm{server.call(lambda: server._service._liveness.name)}")
-        with CacheClient(server.endpoint) as client:
-            while client.status()["counters"]["reaped"] == 0:
-                client.noop()
-            for _ in range(20):
-                server.call(server._service.tick)
+        for _ in range(2):
+            let_pass(server, 31)
+        assert server.call(server.status)["counters"]["reaped"] == 1
         yield peer
 
 
@@ -96,13 +94,13 @@ def fill(server: CacheServer) -> None:
                 assert blocks_of(arrays, BLOCKS) == expected
 
 
-def test_a_stopped_store_writes_into_nobody_elses_slots(impatient: CacheServer, are_names_gone: bool) -> None:
+def test_a_stopped_store_writes_into_nobody_elses_slots(server: CacheServer, are_names_gone: bool) -> None:
     with (
-        stopped_engine(impatient, are_names_gone, "gather_chunks", "engine.store(TOKENS, BLOCKS)") as peer,
-        CacheClient(impatient.endpoint) as client,
+        stopped_engine(server, are_names_gone, "gather_chunks", "engine.store(TOKENS, BLOCKS)") as peer,
+        CacheClient(server.endpoint) as client,
     ):
         assert client.status()["objects"]["unfinished"] == 3
-        fill(impatient)
+        fill(server)
         arrays = layers(seed=3)
         expected = blocks_of(arrays, BLOCKS)
         with client.register(arrays, "model", layout_hints=NHD, transfer_mode="engine_driven") as engine:
@@ -112,16 +110,16 @@ def test_a_stopped_store_writes_into_nobody_elses_slots(impatient: CacheServer, 
             wipe(arrays)
             assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 3 * CHUNK
             assert blocks_of(arrays, OTHER_BLOCKS) == expected
-        fill(impatient)
+        fill(server)
         peer.run("client.close()")
         while client.status()["objects"]["unfinished"]:
             client.noop()
 
 
-def test_a_stopped_retrieve_reads_nobody_elses_slots(impatient: CacheServer, are_names_gone: bool) -> None:
+def test_a_stopped_retrieve_reads_nobody_elses_slots(server: CacheServer, are_names_gone: bool) -> None:
     call = "[engine.retrieve(TOKENS, OTHER_BLOCKS), blocks_of(arrays, OTHER_BLOCKS).hex()]"
-    with stopped_engine(impatient, are_names_gone, "scatter_chunks", call) as peer:
-        fill(impatient)
+    with stopped_engine(server, are_names_gone, "scatter_chunks", call) as peer:
+        fill(server)
         os.kill(peer.pid, signal.SIGCONT)
         num_tokens, got = peer.answer()
         assert (num_tokens, got) == (3 * CHUNK, blocks_of(layers(seed=3), BLOCKS).hex()) or num_tokens == 0
@@ -129,9 +127,9 @@ def test_a_stopped_retrieve_reads_nobody_elses_slots(impatient: CacheServer, are
 
 
 @pytest.mark.parametrize("copy", ["gather_chunks", "scatter_chunks"])
-def test_slots_of_a_killed_engine_come_back(impatient: CacheServer, are_names_gone: bool, copy: str) -> None:
+def test_slots_of_a_killed_engine_come_back(server: CacheServer, are_names_gone: bool, copy: str) -> None:
     call = f"engine.{'store' if copy == 'gather_chunks' else 'retrieve'}(TOKENS, BLOCKS)"
-    with stopped_engine(impatient, are_names_gone, copy, call) as peer, CacheClient(impatient.endpoint) as client:
+    with stopped_engine(server, are_names_gone, copy, call) as peer, CacheClient(server.endpoint) as client:
         assert client.status()["pool"]["busy_nbytes"] > 0
         peer.kill()
         while client.status()["pool"]["busy_nbytes"]:
@@ -277,11 +275,11 @@ def test_unregister_that_cannot_wait_leaves_the_blocks_listed(monkeypatch: pytes
 
 def test_a_closed_client_leaves_the_blocks_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks the server any more: only its end tells."""
-    with running_server(reap_after_s=0.5) as server, late_retrieve(monkeypatch, server) as (engine, client, go_on):
+    with running_server() as server, late_retrieve(monkeypatch, server) as (engine, client, go_on):
         client.close()
         assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
         go_on.set()
-        while server.call(server.status)["instances"]:
-            pass
+        let_pass(server, 31)
+        assert server.call(server.status)["instances"] == []
         assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
     assert engine.unsettled_block_ids() == [set()]

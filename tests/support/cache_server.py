@@ -41,6 +41,17 @@ def running_server(**settings: Any) -> Iterator[CacheServer]:
     gc.collect()
 
 
+def let_pass(server: CacheServer, seconds: float) -> None:
+    """Move a server's clock on, and let it end what is over. Nothing waits, and nothing is raced."""
+
+    def work() -> None:
+        clock = server._state.clock
+        server._state.clock = lambda: clock() + seconds
+        server._service.tick()
+
+    server.call(work)
+
+
 def layers(seed: int = 0, dtype: str = "float16", num_blocks: int = NUM_BLOCKS) -> list[NDArray[Any]]:
     """Layers [2, NB, BS, NH, HS] in shared memory, full of random bits."""
     arrays = kvshm.empty_many([(2, num_blocks, BLOCK, NUM_HEADS, HEAD_SIZE)] * NUM_LAYERS, [dtype] * NUM_LAYERS)

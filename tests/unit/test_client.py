@@ -396,7 +396,7 @@ def test_no_url(url: Any) -> None:
         CacheClient(url)
 
 
-@pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s"])
+@pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s", "probe_timeout_s", "retry_s"])
 def test_times_are_positive(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 0"):
         CacheClient("tcp://127.0.0.1:1", **{name: 0})  # type: ignore[arg-type]  # which it is is not known here
@@ -921,14 +921,23 @@ def test_a_store_that_ends_too_late_is_not_published(server: CacheServer, monkey
         engine.unregister()
 
 
-def test_many_threads(client: CacheClient) -> None:
-    arrays = layers(num_blocks=8 * 6 + 1)
+def test_many_threads() -> None:
+    """In a pool with room for all: what else a thread stores before its lookup is up to the scheduler."""
+    num_threads, num_turns = 8, 15
+    with running_server(capacity=num_threads * num_turns * 3 * 2 * CHUNK_NBYTES) as server:  # noqa: SIM117
+        with CacheClient(server.endpoint) as client:
+            share_an_engine(client, num_threads, num_turns)
+
+
+def share_an_engine(client: CacheClient, num_threads: int, num_turns: int) -> None:
+    """Threads that each store, look up and retrieve their own prompts."""
+    arrays = layers(num_blocks=num_threads * 6 + 1)
     engine = client.register(arrays, "model", layout_hints=NHD)
     failures: list[str] = []
 
     def work(number: int) -> None:
         blocks = list(range(1 + 6 * number, 7 + 6 * number))
-        for turn in range(15):
+        for turn in range(num_turns):
             tokens = [1000 * number + turn] * (3 * CHUNK)
             for array in arrays:
                 array[:, blocks] = turn
@@ -943,12 +952,13 @@ def test_many_threads(client: CacheClient) -> None:
             if any((array[:, blocks] != turn).any() for array in arrays):
                 failures.append("wrong bytes")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
+    assert client.status()["objects"]["evicted"] == 0
     engine.unregister()
 
 

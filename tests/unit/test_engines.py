@@ -539,7 +539,7 @@ class TestLife:
         gc.collect()
         assert seen() is None
 
-    @pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s"])
+    @pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s", "probe_timeout_s", "retry_s"])
     @pytest.mark.parametrize("value", [float("inf"), 1e10, float("nan"), -1, 0, "1", None, True])
     def test_times_that_no_clock_can_wait_for(self, name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=f"{name} is"):

@@ -29,6 +29,7 @@ from tests.support.cache_server import (
     blocks_of,
     key_map,
     layers,
+    let_pass,
     running_server,
     wipe,
 )
@@ -361,13 +362,15 @@ def test_pinned_chunks_are_neither_evicted_nor_overwritten() -> None:
 
 
 def test_read_locks_expire() -> None:
-    with running_server(pin_ttl_s=0.05) as server, RawClient(server.endpoint) as raw:
+    with running_server(pin_ttl_s=60) as server, RawClient(server.endpoint) as raw:
         raw.register(layers())
         raw.ask(6, key_map(TOKENS), 1, [BLOCKS], b"")
         for number in range(200):
             raw.ask(8, key_map(TOKENS, worker_id=None, request_id=f"r{number}"), 1)
-        while pinned(server) != (0, 0):
-            raw.ask(24)
+        let_pass(server, 59)
+        assert status(server)["counters"]["expired_lookups"] == 0
+        let_pass(server, 1)
+        assert pinned(server) == (0, 0)
         assert status(server)["counters"]["expired_lookups"] == 200
         assert raw.ask(20) == []
         assert status(server)["objects"]["cached"] == 0
@@ -474,14 +477,14 @@ def test_slots_come_back(server: CacheServer, raw: RawClient) -> None:
 
 
 def test_lent_slots_expire() -> None:
-    with running_server(prepare_ttl_s=0.05) as server, RawClient(server.endpoint) as raw:
+    with running_server(prepare_ttl_s=60) as server, RawClient(server.endpoint) as raw:
         pool_of(raw)
         raw.ask(16, key_map(TOKENS), 8)
         raw.ask(16, key_map(TOKENS, end=CHUNK, request_id="other"), 8)
         raw.ask(17, key_map(TOKENS, end=CHUNK, request_id="other"), 8, b"")
         raw.ask(18, key_map(TOKENS, end=CHUNK), 8)
-        while status(server)["objects"]["held"]:
-            raw.ask(24)
+        let_pass(server, 60)
+        assert status(server)["objects"]["held"] == 0
         assert raw.hit(TOKENS) == 1
         assert raw.ask(17, key_map(TOKENS), 8, b"")[0] is False
         assert raw.ask(19, key_map(TOKENS, end=CHUNK), 8)[0] is False, "what was read may be another chunk by now"
@@ -533,20 +536,19 @@ def test_an_engine_that_registers_again_speaks_over_its_new_connection(server: C
 @pytest.mark.parametrize("is_name_gone", [False, True])
 def test_slots_of_a_silent_engine_are_its_own_while_it_lives(is_name_gone: bool) -> None:
     """It may be stopped while it writes. Its clocks run out; a login manager removes names when its user logs out."""
-    with running_server(grace_s=0.1, prepare_ttl_s=0.01) as server, RawClient(server.endpoint) as raw:
+    with running_server() as server, RawClient(server.endpoint) as raw:
         with borrower(raw) as liveness:
             if is_name_gone:
                 os.unlink(f"/dev/shm{liveness.name}")
-            while status(server)["counters"]["reaped"] == 0:
-                raw.ask(24)
-            for _ in range(20):
-                server.call(server._service.tick)
+            let_pass(server, 3601)
+            assert status(server)["counters"]["reaped"] == 1
+            let_pass(server, 3601)
             assert status(server)["objects"]["unfinished"] == 3
             assert raw.ask("kvshm_commit_store", 8, "loan")[0] == 0, "it is to register again"
             assert raw.ask("kvshm_give_back", 8, "other") == []
             assert status(server)["objects"]["unfinished"] == 3
-        while status(server)["objects"]["unfinished"]:
-            raw.ask(24)
+        let_pass(server, 0)
+        assert status(server)["objects"]["unfinished"] == 0
         assert status(server)["counters"]["expired_slots"] == 3
 
 
@@ -600,12 +602,14 @@ def test_the_two_protocols_do_not_mix(raw: RawClient) -> None:
 
 
 def test_slots_of_a_silent_engine_come_back_in_time() -> None:
-    with running_server(grace_s=0.1, prepare_ttl_s=0.5) as server, RawClient(server.endpoint) as raw:
+    with running_server(grace_s=100, prepare_ttl_s=300) as server, RawClient(server.endpoint) as raw:
         pool_of(raw)
         raw.ask(16, key_map(TOKENS), 8)
-        while status(server)["counters"]["expired_slots"] < 3:
-            raw.ask(24)
-        assert status(server)["counters"]["reaped"] == 1
+        let_pass(server, 101)
+        counters = status(server)["counters"]
+        assert (counters["reaped"], counters["expired_slots"]) == (1, 0)
+        let_pass(server, 199)
+        assert status(server)["counters"]["expired_slots"] == 3
 
 
 def test_data_is_refused(raw: RawClient, tmp_path: Path) -> None:
@@ -712,25 +716,26 @@ def test_a_chunk_size_that_does_not_fit() -> None:
 
 
 def test_silent_engines_are_reaped() -> None:
-    with running_server(reap_after_s=0.2, grace_s=600.0) as server, RawClient(server.endpoint) as raw:
+    with running_server() as server, RawClient(server.endpoint) as raw:
         raw.register(layers(), 1)
         raw.register(layers(), 2)
         raw.register(layers(), 3)
         raw.ask(22, 1)
         raw.ask(22, 3)
-        while len(status(server)["instances"]) > 2:
-            raw.ask(22, 3)
+        let_pass(server, 29)
+        raw.ask(22, 3)
+        assert len(status(server)["instances"]) == 3
+        let_pass(server, 2)
         assert [engine["instance_id"] for engine in status(server)["instances"]] == [2, 3]
         assert status(server)["counters"]["reaped"] == 1
 
 
 def test_engines_that_never_ping_have_the_longer_time() -> None:
-    with running_server(reap_after_s=600.0, grace_s=0.2) as server, RawClient(server.endpoint) as raw:
+    with running_server(reap_after_s=600.0, grace_s=100) as server, RawClient(server.endpoint) as raw:
         raw.register(layers(), 1)
         raw.register(layers(), 2)
         raw.ask(22, 2)
-        while len(status(server)["instances"]) > 1:
-            raw.ask(24)
+        let_pass(server, 101)
         assert [engine["instance_id"] for engine in status(server)["instances"]] == [2]
 
 
