@@ -1,15 +1,20 @@
 """Paged KV caches of LLM engines, shared between processes over POSIX shared memory, without PyTorch.
 
-The cache server and its client need the extra ``kvshm[server]``; they and the transfers, with their threads, are loaded
-when first asked for.
+Public are the names in ``__all__`` here and in the modules that it names, ``kvshm.strategies`` and the command line;
+``docs/api.md`` lists them. Everything else is private and may change.
+
+The cache server and its client need the extra ``kvshm[server]``, without which their names are not there; they and the
+transfers, with their threads, are loaded when first asked for.
 """
 
+from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvshm import formats, layout, posix_shm, wire
 from kvshm._version import __version__
 from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat, EngineType
+from kvshm.layout import EngineGroupInfo
 from kvshm.registry import register_wrapper, resolve_wrapper_factory
 from kvshm.shm import Segment, SegmentInfo, list_segments, sweep
 from kvshm.shm.capacity import ShmFullError
@@ -30,11 +35,16 @@ from kvshm.wrapper import (
 if TYPE_CHECKING:
     from kvshm import transfer as transfer
     from kvshm.client.cache_client import CacheClient as CacheClient
+    from kvshm.client.connections import CacheServerError as CacheServerError
+    from kvshm.client.connections import ServerTimeoutError as ServerTimeoutError
+    from kvshm.client.connections import ServerUnreachableError as ServerUnreachableError
+    from kvshm.client.engine import Engine as Engine
     from kvshm.server.cache_server import CacheServer as CacheServer
 
 __all__ = [
     "ArraySpec",
     "CPUCacheContext",
+    "EngineGroupInfo",
     "EngineKVFormat",
     "EngineType",
     "HostEvent",
@@ -63,10 +73,24 @@ __all__ = [
     "zeros",
 ]
 
+if _find_spec("zmq"):
+    __all__ += [
+        "CacheClient",
+        "CacheServer",
+        "CacheServerError",
+        "Engine",
+        "ServerTimeoutError",
+        "ServerUnreachableError",
+    ]
+
 # Where to find what is loaded on demand: a module, or a name in one.
 _ON_DEMAND = {
     "CacheClient": "kvshm.client.cache_client",
     "CacheServer": "kvshm.server.cache_server",
+    "CacheServerError": "kvshm.client.connections",
+    "Engine": "kvshm.client.engine",
+    "ServerTimeoutError": "kvshm.client.connections",
+    "ServerUnreachableError": "kvshm.client.connections",
     "transfer": "kvshm.transfer",
 }
 
@@ -87,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_DEMAND})
+    return sorted({*globals(), *__all__})

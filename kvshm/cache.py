@@ -123,6 +123,15 @@ class MappedCache:
         """Work plans out anew the next time, as :mod:`kvshm.bench` does to measure it."""
         self._plans = {}
 
+    def __repr__(self) -> str:
+        groups = self._layout.kernel_groups
+        formats = dict.fromkeys(group.format.name for group in groups if group.format is not None)
+        return (
+            f"{type(self).__name__}({self._num_layers} layers of {', '.join(formats)}, "
+            f"{self._layout.num_blocks} blocks, chunks of {self._layout.lmcache_tokens_per_chunk} tokens"
+            f"{', closed' if self._arrays is None else ''})"
+        )
+
     def close(self) -> None:
         """Drop the arrays; idempotent. Sizes stay readable.
 

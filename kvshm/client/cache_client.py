@@ -70,6 +70,9 @@ class CacheClient(PlainOperations):
         # Also at interpreter exit. The heartbeat holds the link and not the client, so a dropped client is closed.
         self._closing = weakref.finalize(self, self._link.close)
 
+    def __repr__(self) -> str:
+        return f"CacheClient({self.url!r}, {'up' if self.is_up else 'not connected'})"
+
     @property
     def url(self) -> str:
         """The server's address."""

@@ -39,6 +39,9 @@ class Engine:
         self._client = client
         self._dropped = weakref.finalize(self, leave, registration)
 
+    def __repr__(self) -> str:
+        return f"Engine({self._registration!r})"
+
     @property
     def instance_id(self) -> int:
         """What the server knows this engine by."""

@@ -68,6 +68,14 @@ class Registration:
         self._server: ServerInfo | None = None  # that it is registered with
         self._is_over = False  # unregistered for good
 
+    def __repr__(self) -> str:
+        who = self.identity
+        state = "registered" if self.is_registered else "over" if self._is_over else "without a server"
+        return (
+            f"instance {self.instance_id}, model {who.model_name!r}, worker {who.worker_id} of {who.world_size}, "
+            f"{self._transfer_mode}, {state}"
+        )
+
     @property
     def server(self) -> ServerInfo | None:
         """The server that it was registered with last; None: none takes it."""

@@ -114,6 +114,10 @@ class CacheServer:
         self._started_at = time.monotonic()
         self._messages = {"requests": 0, "malformed": 0, "failed": 0}
 
+    def __repr__(self) -> str:
+        where = "not running" if self._endpoint is None else f"at {self._endpoint}"
+        return f"CacheServer({self._capacity} bytes, chunks of {self._settings.chunk_size} tokens, {where})"
+
     @property
     def endpoint(self) -> str:
         """Where the server really listens.
