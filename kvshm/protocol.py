@@ -6,7 +6,7 @@ value in the place of the result and, as one more frame, a string that says why.
 
 LMCache's operations have a number. What kvshm's client and server say to each other has operations of its own, which
 have only a name (``kvshm_...``) and which LMCache's servers never see; in them token and block ids travel as bytes
-(little-endian int64). Sockets are the business of others.
+(little-endian int64), and what failed has one more frame, a :class:`FailureCode`. Sockets are the business of others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,13 @@ from kvshm.wrapper import ShmArrayWrapper
 __all__ = [
     "MAX_BLOCK_IDS",
     "MAX_TOKENS",
-    "NOT_REGISTERED",
     "NO_RESULT",
     "OPERATIONS",
     "PROTOCOL_VERSION",
     "CacheKey",
     "EngineDrivenSpec",
     "EngineIdentity",
+    "FailureCode",
     "Operation",
     "ProtocolError",
     "checked_text",
@@ -51,8 +52,7 @@ __all__ = [
 MAX_TOKENS = 1_000_000
 MAX_BLOCK_IDS = 1_000_000
 _MAX_TEXT = 4096
-PROTOCOL_VERSION = 2  # of what kvshm adds
-NOT_REGISTERED = "is not registered with this server"  # in the reason of a failure: register (again)
+PROTOCOL_VERSION = 3  # of what kvshm adds
 _MAX_ID = 2**63 - 1
 _MAX_SALT = 128
 _MAX_NESTING = 4
@@ -65,6 +65,15 @@ _CLIENT_ID_NBYTES = len(_CLIENT_ID_PREFIX) + 16
 
 NO_RESULT = object()
 """What an operation without a result returns: its reply has no third frame."""
+
+
+class FailureCode(str, Enum):
+    """What kind of failure a reply tells of, where a program must know."""
+
+    REFUSED = "refused"  # the server could not do it
+    MALFORMED = "malformed"  # the request is not what the protocol says
+    NOT_REGISTERED = "not_registered"  # the server does not know the engine: register (again)
+    INTERNAL = "internal"  # a fault of the server's own
 
 
 class ProtocolError(ValueError):

@@ -61,6 +61,7 @@ class Reply(NamedTuple):
 
     result: Any
     reason: str | None
+    code: str | None = None  # a FailureCode, from a kvshm server
 
 
 class Connection:
@@ -182,9 +183,11 @@ def _read_reply(frames: list[bytes], uid: int) -> Reply | None:
         return None
     if len(frames) == 2:
         return Reply(None, None)
-    reason = None if len(frames) == 3 else str(wire.unpack(frames[3]))
     frame = frames[2]
-    return Reply(_PLAIN_REPLIES[frame] if frame in _PLAIN_REPLIES else wire.unpack(frame), reason)
+    result = _PLAIN_REPLIES[frame] if frame in _PLAIN_REPLIES else wire.unpack(frame)
+    if len(frames) == 3:
+        return Reply(result, None)
+    return Reply(result, str(wire.unpack(frames[3])), str(wire.unpack(frames[4])) if len(frames) > 4 else None)
 
 
 class Connections:

@@ -17,7 +17,7 @@ from kvshm import wire
 from kvshm.client.connections import CacheServerError, Connection, Connections, ServerUnreachableError
 from kvshm.client.operations import FRAMES
 from kvshm.layout import BlockIds
-from kvshm.protocol import NOT_REGISTERED
+from kvshm.protocol import FailureCode
 from kvshm.shm.liveness import LivenessProbe
 
 __all__ = ["NotRegisteredError", "Requests"]
@@ -88,7 +88,8 @@ class Requests:
             raise
         connections.give(connection)
         if reply.reason is not None:
-            kind = NotRegisteredError if NOT_REGISTERED in reply.reason else CacheServerError
+            is_unknown = reply.code == FailureCode.NOT_REGISTERED.value
+            kind = NotRegisteredError if is_unknown else CacheServerError
             raise kind(f"{operation}: {reply.reason}")
         return reply.result
 

@@ -24,6 +24,7 @@ from kvshm import wire
 from kvshm._version import __version__
 from kvshm.protocol import (
     NO_RESULT,
+    FailureCode,
     Operation,
     ProtocolError,
     client_of,
@@ -33,7 +34,7 @@ from kvshm.protocol import (
 )
 from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.server.jobs import Done, JobPool
-from kvshm.server.registrations import EngineDriven, Registration, Registrations
+from kvshm.server.registrations import EngineDriven, NotRegisteredError, Registration, Registrations
 from kvshm.server.service import CacheService
 from kvshm.server.state import DEFERRED, Refused, ServerState, Settings
 from kvshm.shm.liveness import Liveness
@@ -333,12 +334,14 @@ class CacheServer:
             result = self._service.operations[operation.name](call, *parse_payload(operation, frames[3:]))
         except ProtocolError as error:
             self._messages["malformed"] += 1
-            call.fail(str(error))
-        except (LookupError, OSError, ValueError) as error:
-            call.fail(str(error.args[-1]) if error.args else type(error).__name__)
+            call.fail(str(error), FailureCode.MALFORMED)
+        except NotRegisteredError as error:
+            call.fail(str(error), FailureCode.NOT_REGISTERED)
+        except (OSError, ValueError) as error:
+            call.fail(str(error) or type(error).__name__)
         except Exception as error:  # always a reply
             _logger.exception("kvshm server: %s failed", call.operation.name if call.operation else "a request")
-            call.fail(f"the server failed: {error!r}")
+            call.fail(f"the server failed: {error!r}", FailureCode.INTERNAL)
         else:
             if result is not DEFERRED:
                 call.answer(result)
@@ -376,8 +379,11 @@ class _Call:
         """Send the result."""
         self.send(self.head if result is NO_RESULT else [*self.head, wire.pack(result)], False)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, code: FailureCode = FailureCode.REFUSED) -> None:
         """Send the operation's failure value and why."""
-        failure = NO_RESULT if self.operation is None else self.operation.failure
-        value = _NIL if failure is NO_RESULT else wire.pack(failure)
-        self.send([*self.head, value, wire.pack(reason)], True)
+        operation = self.operation
+        failure = NO_RESULT if operation is None else operation.failure
+        frames = [*self.head, _NIL if failure is NO_RESULT else wire.pack(failure), wire.pack(reason)]
+        if operation is not None and operation.id is None:
+            frames.append(wire.pack(code.value))
+        self.send(frames, True)

@@ -18,7 +18,14 @@ from kvshm.layout import (
 )
 from kvshm.protocol import NO_RESULT, CacheKey, EngineIdentity
 from kvshm.server.lookups import Scope
-from kvshm.server.registrations import LMCacheIdentity, Registration, ServerDriven, object_keys, scope_of_engine
+from kvshm.server.registrations import (
+    LMCacheIdentity,
+    NotRegisteredError,
+    Registration,
+    ServerDriven,
+    object_keys,
+    scope_of_engine,
+)
 from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of, worker_of
 from kvshm.store.chunk_store import Entry
 from kvshm.transfer import gather_chunks, scatter_chunks
@@ -260,7 +267,7 @@ class ServerDrivenOperations:
             way = _server_driven(registration)
             ids = BlockIds.of_kernel_groups(way.cache.layout, block_ids, len(hashes))
             found = state.cached(scope, worker_id, registration, hashes)
-        except (ValueError, LookupError):
+        except (ValueError, NotRegisteredError):
             unlock([])
             state.counters.failed_retrieves += 1
             raise

@@ -18,6 +18,7 @@ from kvshm.server.loans import Holder, Loan
 from kvshm.server.registrations import (
     EngineDriven,
     LMCacheIdentity,
+    NotRegisteredError,
     Registration,
     SlotForm,
     object_keys,
@@ -141,7 +142,7 @@ class EngineDrivenOperations:
         """The engine, where it is registered like this already."""
         try:
             known = self._state.registration(spec.instance_id)
-        except LookupError:
+        except NotRegisteredError:
             return None
         is_plain = isinstance(known.way, EngineDriven) and known.way.slot_form is not None
         is_same = (known.model, known.objects) == ((spec.model_name, spec.world_size), (layout,))

@@ -21,7 +21,7 @@ from kvshm.formats.geometry import LATENT, PAGE, SPLIT
 from kvshm.layout import ObjectLayout
 from kvshm.layout.chunk import KernelGroupMeaning, object_meaning
 from kvshm.prefix import CHUNK_HASH_NBYTES
-from kvshm.protocol import NOT_REGISTERED, EngineDrivenSpec, EngineIdentity
+from kvshm.protocol import EngineDrivenSpec, EngineIdentity
 from kvshm.server.hits import Need
 from kvshm.server.loans import Holder
 from kvshm.server.lookups import Scope
@@ -29,6 +29,7 @@ from kvshm.server.lookups import Scope
 __all__ = [
     "EngineDriven",
     "LMCacheIdentity",
+    "NotRegisteredError",
     "Registration",
     "Registrations",
     "ServerDriven",
@@ -39,6 +40,10 @@ __all__ = [
 ]
 
 _MAX_STORED = 1000  # workers remembered after their engine has gone, and layouts of each; past this the first goes
+
+
+class NotRegisteredError(LookupError):
+    """There is no engine of an instance id (any more)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +233,11 @@ class Registrations:
         """The engine of an id, its lease renewed.
 
         Raises:
-            KeyError: There is none.
+            NotRegisteredError: There is none.
         """
         registration = self._by_id.get(instance_id)
         if registration is None:
-            raise KeyError(f"instance {instance_id} {NOT_REGISTERED}; register it (again)")
+            raise NotRegisteredError(f"instance {instance_id} is not registered with this server; register it (again)")
         registration.last_seen = now
         return registration
 

@@ -43,21 +43,47 @@ class CacheService:
         self.boot_token = secrets.token_hex(8)
         self._report = report
         self._server_driven = ServerDrivenOperations(state)
-        owners = (self, self._server_driven, EngineDrivenOperations(state))
+        copies, lending = self._server_driven, EngineDrivenOperations(state)
         self.operations: dict[str, Callable[..., Any]] = {
-            operation.name: next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
-            for operation in OPERATIONS
+            "register_kv_cache": copies.register_kv_cache,
+            "unregister_kv_cache": copies.unregister_kv_cache,
+            "store": copies.store,
+            "retrieve": copies.retrieve,
+            "lookup": self.lookup,
+            "query_prefetch_status": self.query_prefetch_status,
+            "wait_prefetch_status": self.wait_prefetch_status,
+            "free_lookup_locks": self.free_lookup_locks,
+            "end_session": self.end_session,
+            "register_kv_cache_engine_driven_context": lending.register_kv_cache_engine_driven_context,
+            "unregister_kv_cache_engine_driven_context": copies.unregister_kv_cache,
+            "prepare_store": lending.prepare_store,
+            "commit_store": lending.commit_store,
+            "prepare_retrieve": lending.prepare_retrieve,
+            "commit_retrieve": lending.commit_retrieve,
+            "clear": self.clear,
+            "get_chunk_size": self.get_chunk_size,
+            "ping": self.ping,
+            "report_block_allocation": self.report_block_allocation,
+            "noop": self.noop,
+            "get_experimental": self.get_experimental,
+            "kvshm_hello": self.hello,
+            "kvshm_register_server_driven": copies.kvshm_register_server_driven,
+            "kvshm_register_engine_driven": lending.kvshm_register_engine_driven,
+            "kvshm_unregister": copies.unregister_kv_cache,
+            "kvshm_lookup": self.kvshm_lookup,
+            "kvshm_count": self.kvshm_count,
+            "kvshm_release": self.kvshm_release,
+            "kvshm_store": copies.kvshm_store,
+            "kvshm_retrieve": copies.kvshm_retrieve,
+            "kvshm_settle": self.kvshm_settle,
+            "kvshm_prepare_store": lending.kvshm_prepare_store,
+            "kvshm_commit_store": lending.kvshm_commit_store,
+            "kvshm_prepare_retrieve": lending.kvshm_prepare_retrieve,
+            "kvshm_commit_retrieve": lending.kvshm_commit_retrieve,
+            "kvshm_give_back": lending.kvshm_give_back,
+            "kvshm_status": self.kvshm_status,
         }
-
-    # Engines of either kind
-
-    def unregister_kv_cache_engine_driven_context(self, call: Call, instance_id: int) -> object:
-        """As :meth:`~kvshm.server.copies.ServerDrivenOperations.unregister_kv_cache`."""
-        return self._server_driven.unregister_kv_cache(call, instance_id)
-
-    def kvshm_unregister(self, call: Call, instance_id: int) -> object:
-        """As :meth:`~kvshm.server.copies.ServerDrivenOperations.unregister_kv_cache`."""
-        return self._server_driven.unregister_kv_cache(call, instance_id)
+        assert self.operations.keys() == {operation.name for operation in OPERATIONS}
 
     def ping(self, call: Call, instance_id: int | None) -> bool:
         """A sign of life."""
@@ -176,7 +202,7 @@ class CacheService:
         """Capabilities beyond LMCache's: none by this way."""
         return []
 
-    def kvshm_hello(self, call: Call, client_version: str) -> dict[str, Any]:
+    def hello(self, call: Call, client_version: str) -> dict[str, Any]:
         """Who this server is. A boot token that changes tells a client that its registrations are gone."""
         return {
             "version": __version__,

@@ -151,14 +151,14 @@ class ServerState:
     # Engines
 
     def registration(self, instance_id: int) -> Registration:
-        """The engine of an id, its lease renewed. KeyError: there is none."""
+        """The engine of an id, its lease renewed. NotRegisteredError: there is none."""
         return self.registrations.get(instance_id, self.clock())
 
     def kvshm_engine(self, instance_id: int) -> tuple[Registration, EngineIdentity]:
         """An engine of kvshm's client, its lease renewed.
 
         Raises:
-            KeyError: There is none.
+            NotRegisteredError: There is none.
             Refused: It was registered by LMCache's client.
         """
         registration = self.registration(instance_id)

@@ -670,7 +670,7 @@ def test_unknown_engines_are_refused_by_name(server: CacheServer) -> None:
     """An operation of kvshm's client for an engine that LMCache's client registered, and the other way."""
     with RawClient(server.endpoint) as raw, CacheClient(server.endpoint) as client:
         raw.register(numbered((2, 9, 1, 1, 1)), 3)
-        _, reason = raw.ask("kvshm_lookup", 3, None, wire.pack([])[:0])
+        _, reason, _ = raw.ask("kvshm_lookup", 3, None, wire.pack([])[:0])
         assert "use LMCache's operations" in reason
         engine = client.register(numbered((2, 9, 1, 1, 1)), "m", layout_hints=NHD)
         assert raw.ask("kvshm_count", engine.instance_id, b"") == [0]

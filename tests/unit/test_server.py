@@ -564,12 +564,12 @@ def test_an_engine_gives_back_what_it_does_not_use(server: CacheServer, raw: Raw
     with borrower(raw):
         assert raw.ask("kvshm_give_back", 8, "loan") == []
         assert status(server)["objects"]["unfinished"] == 0
-        value, reason = raw.ask("kvshm_commit_store", 8, "loan")
+        value, reason, _ = raw.ask("kvshm_commit_store", 8, "loan")
         assert (value, "no prepared store" in reason) == (0, True)
         # A request may come after the message that gives back what it asks for.
         for operation, more in (("kvshm_prepare_store", ([[0]],)), ("kvshm_prepare_retrieve", ())):
             before = ("loan",) if operation == "kvshm_prepare_store" else (None, "loan")
-            _, reason = raw.ask(operation, 8, *before, token_array(TOKENS).tobytes(), *more)
+            _, reason, _ = raw.ask(operation, 8, *before, token_array(TOKENS).tobytes(), *more)
             assert "give each transfer its own id" in reason
         assert status(server)["objects"]["unfinished"] == 0
 
@@ -580,13 +580,13 @@ def test_an_engine_gives_back_what_it_does_not_use(server: CacheServer, raw: Raw
 )
 def test_slots_for_chunks_that_are_none(raw: RawClient, wanted: Any, text: str) -> None:
     with borrower(raw):
-        value, reason = raw.ask("kvshm_prepare_store", 8, "l", token_array(TOKENS).tobytes(), wanted)
+        value, reason, _ = raw.ask("kvshm_prepare_store", 8, "l", token_array(TOKENS).tobytes(), wanted)
         assert (value, text in reason) == ({}, True)
 
 
 @pytest.mark.parametrize("name", ["/kvshm_nobody", "", "/a/b"])
 def test_an_engine_whose_liveness_cannot_be_seen_is_refused(raw: RawClient, name: str) -> None:
-    value, reason = raw.ask("kvshm_register_engine_driven", 8, IDENTITY, [OBJECT], name)
+    value, reason, _ = raw.ask("kvshm_register_engine_driven", 8, IDENTITY, [OBJECT], name)
     assert value == {}
     assert reason
 
@@ -610,6 +610,27 @@ def test_slots_of_a_silent_engine_come_back_in_time() -> None:
         assert (counters["reaped"], counters["expired_slots"]) == (1, 0)
         let_pass(server, 199)
         assert status(server)["counters"]["expired_slots"] == 3
+
+
+def test_failures_of_kvshms_own_operations_have_a_code(
+    server: CacheServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a fault of the server's own is no fault of a peer's: it is logged with its traceback."""
+    tokens = token_array(TOKENS).tobytes()
+    assert raw.ask("kvshm_count", 77, tokens)[2] == "not_registered"
+    assert raw.ask("kvshm_count", "x", tokens)[2] == "malformed"
+    raw.register(layers(), 3)
+    assert raw.ask("kvshm_count", 3, tokens)[2] == "refused"
+    assert len(raw.ask(6, key_map(TOKENS), 77, [BLOCKS], b"")) == 2, "LMCache's have none"
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(server._state.plain_lookups, "result", broken)
+    value, reason = raw.ask(9, "request")
+    assert (value, "the server failed: KeyError('a bug')" in reason) == (0, True)
+    assert "Traceback" in caplog.text
+    raw.ask(2, 3)
 
 
 def test_data_is_refused(raw: RawClient, tmp_path: Path) -> None:
