@@ -2,6 +2,7 @@
 #
 #   make demo    two engines share a prompt's KV cache        make lint   ruff and mypy
 #   make test    all tests                                    make bench  copies, mappings, the server
+#   make test-quick  those that take no seconds
 #   make interop tests against a real LMCache, which is installed in .venv-interop
 #   make clean   remove what these made
 
@@ -17,13 +18,16 @@ KVSHM_INTEROP_PYTHON ?= $(INTEROP)/bin/python
 INTEROP_TORCH ?= torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test lint bench interop clean
+.PHONY: demo test test-quick lint bench interop clean
 
 demo: $(VENV)/.server
 	$(BIN)/kvshm demo $(ARGS)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+test-quick: $(VENV)/.test
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

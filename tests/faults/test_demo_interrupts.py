@@ -15,6 +15,8 @@ import pytest
 
 import kvshm
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 120.0
 
 # The demo, which signals itself at a chosen moment: before or after the start of its n-th child, at the n-th step

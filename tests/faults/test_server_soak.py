@@ -24,6 +24,8 @@ from tests.support import soak_engine
 from tests.support.processes import ROOT, environment
 from tests.support.serving import ServeProcess
 
+pytestmark = pytest.mark.slow
+
 SOAK_S = float(os.environ.get("KVSHM_SOAK_S", "6"))
 NUM_RESTARTS = int(os.environ.get("KVSHM_SOAK_RESTARTS", "4"))
 MODES = ("lmcache_driven", "engine_driven")

@@ -26,6 +26,8 @@ from kvshm.server.state import ServerState
 from kvshm.transfer import scatter_chunks
 from tests.support.processes import environment
 
+pytestmark = pytest.mark.slow
+
 CHUNK_SIZE = 48
 PROMPT = bytes(range(256))[:199]  # four full chunks and seven tokens
 CHUNKS = ["--chunk-size", str(CHUNK_SIZE)]

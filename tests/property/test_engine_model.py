@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -12,6 +13,8 @@ from kvshm.client.cache_client import CacheClient
 from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import running_server
 from tests.support.engine_model import Cached, ModelEngine, World, engine_specs, prompts, worlds
+
+pytestmark = pytest.mark.slow
 
 MAX_ENGINES = 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -13,6 +14,8 @@ from kvshm.layout import ObjectLayout
 from kvshm.server.hits import Hit, Need, longest_hit
 from kvshm.server.lookups import EngineLookups, Scope
 from kvshm.store.chunk_store import ChunkStore, Entry
+
+pytestmark = pytest.mark.slow
 
 NBYTES = 4096
 NUM_CHUNKS = 4

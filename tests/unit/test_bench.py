@@ -112,6 +112,7 @@ def run_bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_everything_is_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawing = tmp_path / "run.svg"
     pytest.importorskip("matplotlib")
