@@ -47,7 +47,8 @@ _WAIT_SLICE_S = 0.05
 _PUBLISH_S = 0.5  # how long a stored chunk may take until it can be found
 _PUBLISH_STEP_S = 0.002
 _LOAN_S = 300.0  # half of the time that the server lends slots for
-_MAX_LOOKUPS = 256
+_MAX_LOOKUPS = 256  # that wait for their retrieve; past this, or past so many tokens together, the oldest is given up
+_MAX_LOOKUP_TOKENS = 8_000_000
 _MAX_USED_IDS = 4096
 _TOKENS_END = 2**32
 
@@ -60,7 +61,7 @@ class _Lookup:
 
     request_id: str
     hashes: Sequence[bytes]  # of the chunks that it found
-    tokens: Tokens  # of these chunks
+    tokens: NDArray[np.uint32]  # of these chunks: the server knows chunks by nothing else
     is_shared: bool  # the other workers' pins wait for their retrieves
 
 
@@ -119,7 +120,7 @@ class _Session:
         if not is_shared:
             self._free_others(key)
         end = found * self.info.chunk_size
-        self._remember(_Lookup(key.request_id, hashes[:found], tokens[:end].copy(), is_shared))
+        self._remember(_Lookup(key.request_id, hashes[:found], tokens[:end].astype(np.uint32), is_shared))
         return found
 
     def retrieve(self, tokens: Tokens, ids: BlockIds, skip_first_n_tokens: int, request_id: str | None) -> bool:
@@ -294,9 +295,15 @@ class _Session:
     def _remember(self, lookup: _Lookup) -> None:
         with self._lock:
             self._lookups[lookup.request_id] = lookup
-            oldest = next(iter(self._lookups.values())) if len(self._lookups) > _MAX_LOOKUPS else None
-        if oldest is not None:
-            self._forget(oldest)
+            num_tokens = sum(each.tokens.size for each in self._lookups.values())
+            given_up: list[_Lookup] = []
+            for each in list(self._lookups.values())[:-1]:
+                if len(self._lookups) - len(given_up) <= _MAX_LOOKUPS and num_tokens <= _MAX_LOOKUP_TOKENS:
+                    break
+                given_up.append(each)
+                num_tokens -= each.tokens.size
+        for each in given_up:
+            self._forget(each)
 
     def _take(self, request_id: str | None, hashes: Sequence[bytes]) -> _Lookup | None:
         """The latest lookup (of a request) that found at least these chunks, which is used up by that."""

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvshm import wire
+from kvshm.client import lmcache_server
 from kvshm.client.cache_client import CacheClient
 from tests.support.cache_server import CHUNK, NHD, layers
 
@@ -173,6 +174,25 @@ def test_a_share_is_given_up_once(server: Standing, world_size: int) -> None:
         engine.release(TOKENS, "of another worker")
         asked = server.take_asked()
         assert names(asked) == ["free_lookup_locks"] * (world_size - 1)
+
+
+@pytest.mark.parametrize(("bound", "most"), [("_MAX_LOOKUPS", 2), ("_MAX_LOOKUP_TOKENS", 2 * 3 * CHUNK)])
+def test_lookups_that_nothing_follows_are_given_up(
+    server: Standing, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    # The oldest goes when there are too many, or too many tokens of them.
+    monkeypatch.setattr(lmcache_server, bound, most)
+    server.found = 3
+    with engine_of(server) as engine:
+        for first in (1, 2):
+            engine.lookup([first, *TOKENS[1:]])
+        assert names(server.take_asked()) == ["lookup", "wait"] * 2
+        engine.lookup(TOKENS)
+        asked = server.take_asked()
+        assert names(asked) == ["lookup", "wait", "free_lookup_locks", "end_session"]
+        assert asked[2][1][0]["token_ids"] == [1, *TOKENS[1:]]
+        assert engine.retrieve([2, *TOKENS[1:]], BLOCKS) == 3 * CHUNK
+        assert names(server.take_asked()) == ["retrieve", "end_session"], "that one is remembered"
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])
