@@ -720,6 +720,32 @@ def test_an_engine_that_meets_a_new_server_first_hides_it_from_nobody() -> None:
             second.unregister()
 
 
+def test_slots_of_a_server_that_is_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that outlasts its server writes into nothing of the next one, which has a pool of the same name."""
+    port, name = free_port(), f"/kvshm_test_{os.urandom(6).hex()}"
+    settings: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{port}", "pool_name": name}
+    arrays, others = caches("engine_driven", 1), caches("engine_driven", 2)
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client, contextlib.ExitStack() as copying:
+        with running_server(**settings) as server:
+            engine = client.register(arrays, "model", layout_hints=NHD, transfer_mode="engine_driven")
+            stored, go_on = copying.enter_context(held_gather(monkeypatch, engine))
+            server.call(server._state.loans.end_all)
+        with running_server(**settings), CacheClient(f"tcp://127.0.0.1:{port}") as other:
+            second = other.register(others, "model", layout_hints=NHD, transfer_mode="engine_driven")
+            tokens = [token + 1 for token in TOKENS]
+            assert second.store(tokens, BLOCKS) == 3 * CHUNK
+            go_on.set()
+            copying.close()
+            assert stored == [3 * CHUNK], "stored anew, with the server that is there"
+            wanted = [blocks_of(others, BLOCKS[:6]), blocks_of(arrays, BLOCKS[:6])]
+            wipe(others)
+            for prompt, expected in zip((tokens, TOKENS), wanted, strict=True):
+                assert second.retrieve(prompt, OTHER_BLOCKS) == 3 * CHUNK
+                assert blocks_of(others, OTHER_BLOCKS) == expected
+            second.unregister()
+            engine.unregister()
+
+
 def test_errors_on_request() -> None:
     port = free_port()
     with CacheClient(f"tcp://127.0.0.1:{port}", raises=True, connect_timeout_s=0.1, heartbeat_s=1000.0) as client:
@@ -833,9 +859,13 @@ def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest
         assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 0
         assert running.is_set()
         assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
+        (late,) = engine._registration._requests._late
+        sock = late.connection.socket  # type: ignore[union-attr]
         go_on.set()
         while engine.unsettled_block_ids() != [set()]:
             client.noop(timeout_s=5.0)
+        assert sock.closed, "a connection with a late reply is never used again"
+        assert all(each.socket is not sock for each in client._connections._idle)
         monkeypatch.undo()
         while not engine.is_registered:
             client.noop(timeout_s=5.0)

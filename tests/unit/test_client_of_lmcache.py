@@ -13,7 +13,7 @@ import zmq
 
 from kvshm import wire
 from kvshm.client import lmcache_server
-from kvshm.client.cache_client import CacheClient
+from kvshm.client.cache_client import CacheClient, CacheServerError
 from tests.support.cache_server import CHUNK, NHD, layers
 
 NAMES = {6: "store", 7: "retrieve", 8: "lookup", 10: "wait", 12: "free_lookup_locks", 13: "end_session"}
@@ -25,6 +25,7 @@ class Standing:
     """A server that stands for LMCache: it answers, and remembers what it was asked."""
 
     def __init__(self) -> None:
+        self.knows = True  # the engine
         self.found = 0  # chunks that the next lookups find
         self.stores = 0  # chunks that they find once a store came
         self.asked: list[tuple[str, list[Any]]] = []
@@ -39,8 +40,8 @@ class Standing:
             if operation == 6 and self.stores:
                 self.found = self.stores
         replies: dict[int, list[Any]] = {
-            6: [[b"e", True]],
-            7: [[b"e", True]],
+            6: [[b"e", True] if self.knows else [b"", False]],
+            7: [[b"e", True] if self.knows else [b"", False]],
             10: [self.found],
             21: [CHUNK],
             22: [True],
@@ -193,6 +194,20 @@ def test_lookups_that_nothing_follows_are_given_up(
         assert asked[2][1][0]["token_ids"] == [1, *TOKENS[1:]]
         assert engine.retrieve([2, *TOKENS[1:]], BLOCKS) == 3 * CHUNK
         assert names(server.take_asked()) == ["retrieve", "end_session"], "that one is remembered"
+
+
+def test_lookups_do_not_outlive_a_registration(server: Standing) -> None:
+    # A server that has forgotten the engine is another one, as far as is known: it has pinned nothing.
+    server.found = 3
+    with engine_of(server) as engine:
+        engine.lookup(TOKENS)
+        server.knows = False
+        with pytest.raises(CacheServerError, match="refused instance"):
+            engine.store([7] * CHUNK, BLOCKS)
+        server.knows = True
+        server.take_asked()
+        assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
+        assert names(server.take_asked()) == ["lookup", "wait", "retrieve", "end_session"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])

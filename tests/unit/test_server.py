@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
+import kvshm
 from kvshm import Segment
 from kvshm.prefix import token_array
 from kvshm.server.cache_server import CacheServer
@@ -631,6 +633,24 @@ def test_failures_of_kvshms_own_operations_have_a_code(
     assert (value, "the server failed: KeyError('a bug')" in reason) == (0, True)
     assert "Traceback" in caplog.text
     raw.ask(2, 3)
+
+
+def test_a_retrieve_that_begins_too_late_writes_nothing(raw: RawClient) -> None:
+    """Its client has given the blocks to others by then."""
+    arrays = layers()
+    descriptors = [msgpack.ExtType(1, kvshm.wrap(array).to_bytes()) for array in arrays]
+    assert raw.ask("kvshm_register_server_driven", 5, IDENTITY, descriptors, "vllm", NHD, [], 0) == []
+    tokens, ids = token_array(TOKENS).tobytes(), [token_array(BLOCKS).tobytes()]
+    later = time.monotonic_ns() + 10**11
+    assert raw.ask("kvshm_store", 5, tokens, ids, later) == [3]
+    wipe(arrays)
+    value, reason, _ = raw.ask("kvshm_retrieve", 5, None, tokens, ids, 0, 0)
+    assert (value, "time limit passed before the copy began" in reason) == (False, True)
+    assert not any(array.any() for array in arrays)
+    assert raw.ask("kvshm_retrieve", 5, None, tokens, ids, 0, later) == [True]
+    value, reason, _ = raw.ask("kvshm_store", 5, token_array([9] * CHUNK).tobytes(), [ids[0][:16]], 0)
+    assert (value, "after its client's time limit" in reason) == (0, True)
+    raw.ask("kvshm_unregister", 5)
 
 
 def test_data_is_refused(raw: RawClient, tmp_path: Path) -> None:

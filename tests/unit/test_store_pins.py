@@ -37,6 +37,19 @@ def cache() -> Cache:
     return Cache()
 
 
+def test_part_of_a_windowed_lookup_is_released(cache: Cache) -> None:
+    """Its first pinned chunk is the prompt's third."""
+    pins = cache.pinned(cache.found("cd", first_chunk=2))
+    pins.release_all(0, range(2))
+    assert (pins.num_pins, cache.num_evictable) == (2, 2)
+    pins.release_one(0, range(3))
+    assert (pins.num_pins, cache.num_evictable) == (1, 3)
+    assert not pins.covers([cache.found("c")])
+    assert pins.covers([cache.found("d")])
+    pins.release_one(0, range(3, 4))
+    assert pins.num_pins == 0
+
+
 def test_one_reader(cache: Cache) -> None:
     pins = cache.pinned(cache.found("ab"))
     assert (cache.num_evictable, pins.num_pins) == (2, 2)
