@@ -68,7 +68,7 @@ NO_RESULT = object()
 
 
 class FailureCode(str, Enum):
-    """What kind of failure a reply tells of, where a program must know."""
+    """The kind of a failure, for programs; the text beside it is for people."""
 
     REFUSED = "refused"  # the server could not do it
     MALFORMED = "malformed"  # the request is not what the protocol says
@@ -149,7 +149,7 @@ class CacheKey:
     ``request_id``, ``request_configs`` and ``num_kv_readers`` are not part of what is cached.
 
     Raises:
-        ValueError: A salt with a forbidden character or too long, or a range that is none.
+        ValueError: A salt with a forbidden character or too long, or an invalid range.
     """
 
     model_name: str
@@ -168,12 +168,12 @@ class CacheKey:
         checked_text("request_id", self.request_id)
         _checked_salt(self.cache_salt)
         if not 0 <= self.start <= self.end:
-            raise ValueError(f"token range [{self.start}, {self.end}) is none; it must hold 0 <= start <= end")
+            raise ValueError(f"invalid token range [{self.start}, {self.end}): expected 0 <= start <= end")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDrivenSpec:
-    """What an engine of LMCache's that copies by itself tells of its chunks."""
+    """What an engine of LMCache's that copies by itself says of its chunks."""
 
     instance_id: int
     model_name: str
@@ -197,7 +197,7 @@ class Operation:
     num_optional: int = 0
 
 
-# Reading. Each reader takes a decoded value and what to call it, and gives the value or raises ProtocolError.
+# Reading. Each reader takes a decoded value and what to call it, and returns the value or raises ProtocolError.
 
 Reader = Callable[[Any, str], Any]
 

@@ -1,6 +1,6 @@
 """Connections to a cache server: one request at a time each, every wait with a deadline.
 
-A thread takes an idle connection, exchanges one request for its reply, and gives the connection back, so threads share
+A thread takes an idle connection, exchanges one request for its reply, and returns the connection, so threads share
 nothing but the list of idle ones. A connection whose reply did not come in time is never used again: a late reply
 cannot be taken for another's. Nothing is sent while the server is not connected, so no request lies in a queue and is
 served long after its caller gave up.
@@ -134,7 +134,7 @@ class Connection:
         return self.receive_any((uid,), deadline, what)[1]
 
     def receive_any(self, uids: Sequence[int], deadline: float, what: str) -> tuple[int, Reply]:
-        """Wait for the first reply to one of several requests, and tell which. Raises as :meth:`receive`."""
+        """Wait for the first reply to one of several requests; returns its uid too. Raises as :meth:`receive`."""
         while True:
             try:
                 frames = self.socket.recv_multipart()

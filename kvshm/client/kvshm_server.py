@@ -118,7 +118,7 @@ class ServerDriven(_Session):
         """Nothing of the server's is held here."""
 
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
-        """Store the chunks that there is data of; gives how many a lookup finds then."""
+        """Store the chunks that there is data of; returns how many a lookup finds then."""
         result = self._ask(
             "kvshm_store",
             tokens.tobytes(),
@@ -188,7 +188,7 @@ class EngineDriven(_Session):
             self._give_back(loan_id)
 
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
-        """Store the chunks that there is data of; gives how many a lookup finds then."""
+        """Store the chunks that there is data of; returns how many a lookup finds then."""
         wanted = [
             np.flatnonzero(ids.has_data(group, self.null_block_id)).tolist() if layout.is_served else []
             for group, layout in enumerate(self._objects)

@@ -142,7 +142,7 @@ class ServerLink(PlainOperations):
                 self._thread.start()
 
     def remove(self, member: Member) -> bool:
-        """Stop keeping it; gives whether it was kept."""
+        """Stop keeping it; returns whether it was kept."""
         with self._lock:
             return self._members.pop(member.instance_id, None) is not None
 
@@ -225,7 +225,7 @@ class ServerLink(PlainOperations):
             info = replace(before, chunk_size=self.get_chunk_size(timeout_s=self._pace.probe_timeout_s))
         else:
             info = probe(self._connections, self._pace.probe_timeout_s)
-        # A real LMCache server has no boot token; once it was away it may be another.
+        # A real LMCache server has no epoch; once it was away it may be another.
         is_doubtful = not was_up and not info.is_kvshm
         for member in self._snapshot():
             if is_doubtful or not _is_same(member.server, info):
@@ -243,5 +243,5 @@ class ServerLink(PlainOperations):
 
 
 def _is_same(known: ServerInfo | None, info: ServerInfo) -> bool:
-    # Of the member and not of the link: an engine that met the new server first has told the link, not the others.
-    return known is not None and (known.boot_token, known.is_kvshm) == (info.boot_token, info.is_kvshm)
+    # Of the member, not of the link: an engine that met the new server first has updated the link, not the others.
+    return known is not None and (known.epoch, known.is_kvshm) == (info.epoch, info.is_kvshm)

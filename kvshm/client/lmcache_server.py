@@ -3,7 +3,7 @@
 Lookups there are asynchronous, pin the chunks of all workers, and are needed by every retrieve. What the server would
 do wrong, the client does not ask for:
 
-- It stores a chunk unless all of its blocks are the null block, and whether it keeps windows apart is not told. So a
+- It stores a chunk unless all of its blocks are the null block, and does not say whether it keeps windows apart. So a
   store ends before the first chunk that has a null block.
 - It answers a store before the chunks can be found, and says that it stored also where nothing was. So the chunks are
   looked up until they are there, for a while.
@@ -165,7 +165,7 @@ class _Session:
         """There is nothing to catch up on."""
 
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
-        """Store the chunks before the first that has a null block; gives how many a lookup finds then."""
+        """Store the chunks before the first that has a null block; returns how many a lookup finds then."""
         if not self._has_names(tokens):
             return 0
         num_chunks, worker_id = self._num_storable(ids), self._identity.worker_id
@@ -201,7 +201,7 @@ class _Session:
         raise NotImplementedError
 
     def _cannot_skip(self, skip_first_n_tokens: int) -> bool:
-        """Whether so many tokens cannot be spared exactly."""
+        """Whether this number of tokens cannot be skipped exactly."""
         raise NotImplementedError
 
     def _num_storable(self, ids: BlockIds) -> int:
@@ -496,7 +496,7 @@ class EngineDriven(_Session):
     def _spec(self) -> EngineDrivenSpec:
         """Sizes as LMCache's engines say them, so that both find each other's chunks.
 
-        Where several kernel groups make a chunk, it is so many bytes.
+        Where several kernel groups make a chunk, it is described as plain bytes.
         """
         groups = self.manager.kernel_groups
         first = groups[0]

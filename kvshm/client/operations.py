@@ -37,7 +37,7 @@ class ServerInfo:
 
     is_kvshm: bool
     chunk_size: int
-    boot_token: str = ""
+    epoch: str = ""
     version: str = ""
     clock_offset_ns: int = 0  # its monotonic clock minus ours, at most too low
     null_block_id: int | None = 0  # what it takes for no data, unless an engine says otherwise
@@ -89,7 +89,7 @@ def _read_hello(hello: Any, now_ns: int) -> ServerInfo:
     return ServerInfo(
         is_kvshm=True,
         chunk_size=count(hello["chunk_size"]),
-        boot_token=text(hello["boot_token"]),
+        epoch=text(hello["epoch"]),
         version=text(hello["version"]),
         # It read its clock before now, so this errs to the early side: a deadline comes rather too soon.
         clock_offset_ns=count(hello["clock_ns"]) - now_ns,
@@ -104,7 +104,7 @@ class PlainOperations:
     _connections: Connections
 
     def request(self, operation: str, *payload: Any, timeout_s: float | None = None) -> Any:
-        """Send one request and give the reply's result (None where there is none).
+        """Send one request and return the reply's result (None where there is none).
 
         Raises:
             CacheServerError: The server says that it failed, and why.
@@ -142,7 +142,7 @@ class PlainOperations:
         )
 
     def unregister_kv_cache(self, instance_id: int, *, timeout_s: float | None = None) -> None:
-        """Let the server drop an engine; done once it has let go of its memory."""
+        """Unregister an engine; returns once its memory is unmapped."""
         self.request("unregister_kv_cache", instance_id, timeout_s=timeout_s)
 
     def store(
@@ -177,7 +177,7 @@ class PlainOperations:
         return decoded("retrieve", copied, result)
 
     def lookup(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
-        """Start a lookup; :meth:`query_prefetch_status` gives its result."""
+        """Start a lookup; :meth:`query_prefetch_status` returns its result."""
         self.request("lookup", _key(key), tp_size, timeout_s=timeout_s)
 
     def query_prefetch_status(self, request_id: str, *, timeout_s: float | None = None) -> int | None:
@@ -191,7 +191,7 @@ class PlainOperations:
         return decoded("wait_prefetch_status", optional_count, result)
 
     def free_lookup_locks(self, key: Key, tp_size: int = 1, *, timeout_s: float | None = None) -> None:
-        """Release what is left of a lookup's read locks."""
+        """Unpin what is left of a lookup."""
         self.request("free_lookup_locks", _key(key), tp_size, timeout_s=timeout_s)
 
     def end_session(self, request_id: str, *, timeout_s: float | None = None) -> None:
@@ -201,7 +201,7 @@ class PlainOperations:
     def register_kv_cache_engine_driven_context(
         self, spec: EngineDrivenSpec | Mapping[str, Any], *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Register an engine that copies by itself; gives ``shm_name`` and ``pool_size`` of the server's pool."""
+        """Register an engine that copies by itself; returns ``shm_name`` and ``pool_size`` of the server's pool."""
         spec_fields = asdict(spec) if isinstance(spec, EngineDrivenSpec) else dict(spec)
         result = self.request("register_kv_cache_engine_driven_context", spec_fields, timeout_s=timeout_s)
         return decoded("register_kv_cache_engine_driven_context", fields, result)
@@ -226,11 +226,11 @@ class PlainOperations:
         return decoded("prepare_retrieve", fields, result)
 
     def commit_retrieve(self, key: Key, instance_id: int, *, timeout_s: float | None = None) -> bool:
-        """Tell that the slots have been read."""
+        """Acknowledge that the slots have been read."""
         return bool(self.request("commit_retrieve", _key(key), instance_id, timeout_s=timeout_s))
 
     def clear(self, force: bool = False, *, timeout_s: float | None = None) -> None:
-        """Forget what is cached: what nobody holds, or all."""
+        """Forget what is cached: what is not pinned, or (``force``) all."""
         self.request("clear", force, timeout_s=timeout_s)
 
     def get_chunk_size(self, *, timeout_s: float | None = None) -> int:
@@ -238,13 +238,13 @@ class PlainOperations:
         return decoded("get_chunk_size", count, self.request("get_chunk_size", timeout_s=timeout_s))
 
     def ping(self, instance_id: int | None = None, *, timeout_s: float | None = None) -> bool:
-        """A sign of life."""
+        """Renew an engine's lease."""
         return bool(self.request("ping", instance_id, timeout_s=timeout_s))
 
     def report_block_allocation(
         self, instance_id: int, model_name: str, records: Sequence[Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> None:
-        """Tell which blocks requests were given; kvshm's server ignores it."""
+        """Report which blocks requests were given; kvshm's server ignores it."""
         self.request(
             "report_block_allocation",
             instance_id,

@@ -1,4 +1,4 @@
-"""What the results of replies hold. Whatever else comes is the server's failure, so it never is an engine's crash."""
+"""Reads the results of replies. Whatever else comes is the server's failure, so it never is an engine's crash."""
 
 from __future__ import annotations
 

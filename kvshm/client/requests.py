@@ -34,7 +34,7 @@ class _Late:
     """A request whose reply did not come in time, or could not be read."""
 
     block_ids: BlockIds
-    server: LivenessProbe | None  # whether the server lives; None: only its connection tells
+    server: LivenessProbe | None  # whether the server lives; None: only its connection shows it
     connection: Connection | None  # None: it broke
     uid: int
 
@@ -60,11 +60,11 @@ class Requests:
         server: LivenessProbe | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """One request; gives its result.
+        """Send one request and return its result.
 
         Args:
             block_ids: Blocks that the server reads or writes for it.
-            server: Tells whether the server lives.
+            server: Shows whether the server lives.
 
         Raises:
             NotRegisteredError, CacheServerError: The server answered that it could not do it, and why.

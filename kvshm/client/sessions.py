@@ -52,13 +52,13 @@ class Session(Protocol):
         """Register the engine."""
 
     def unregister(self, timeout_s: float | None = None) -> bool:
-        """Unregister the engine; gives whether the server touches nothing of it any more."""
+        """Unregister the engine; returns whether the server touches nothing of it any more."""
 
     def close(self) -> None:
-        """Hold nothing of the server's any more, unless a copy runs."""
+        """Unmap what is the server's, unless a copy runs."""
 
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
-        """Store the chunks that there is data of; gives how many a lookup finds then."""
+        """Store the chunks that there is data of; returns how many a lookup finds then."""
 
     def count(self, tokens: Tokens) -> int:
         """Chunks that a lookup would find now. Pins nothing."""
@@ -119,7 +119,7 @@ class EngineCache:
 class Copies:
     """Copies of this process between an engine's cache and slots that servers lent it. Outlives the engine's sessions.
 
-    While this process lives, servers lend those slots to nobody else: :attr:`liveness` tells them.
+    While this process lives, servers lend those slots to nobody else: :attr:`liveness` shows them that it does.
     """
 
     def __init__(self, instance_id: int) -> None:
@@ -156,7 +156,7 @@ class Copies:
                 self._changed.notify_all()
 
     def end(self, timeout_s: float) -> float | None:
-        """Begin no more copies and wait until none runs; gives the time that is left, None if one still runs.
+        """Begin no more copies and wait until none runs; returns the time that is left, None if one still runs.
 
         The server lends the slots of an engine that unregisters to others at once.
         """

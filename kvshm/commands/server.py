@@ -173,7 +173,7 @@ def _status_text(status: dict[str, Any]) -> str:
             f"{format_nbytes(pool['reserved_nbytes'])} reserved, segment {pool['name']}"
         ),
         (
-            f"objects  {objects['cached']} cached, {objects['held']} held, {objects['unfinished']} unfinished, "
+            f"objects  {objects['cached']} cached, {objects['pinned']} pinned, {objects['unfinished']} unfinished, "
             f"{objects['evicted']} evicted so far"
         ),
         f"hits     {rate}",

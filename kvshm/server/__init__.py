@@ -1,1 +1,1 @@
-"""The cache server, of the extra ``kvshm[server]``: a socket, a loop, books, and threads that copy."""
+"""The cache server, of the extra ``kvshm[server]``: a socket, a loop that owns the state, and threads that copy."""

@@ -1,6 +1,6 @@
 """The cache server: a socket, a loop, and threads that copy.
 
-One thread, the loop, reads requests, keeps the books (:mod:`kvshm.server.service`) and writes replies; it never copies
+One thread, the loop, reads requests, owns the state (:mod:`kvshm.server.service`) and writes replies; it never copies
 a chunk and never maps or unmaps memory, so a ping is answered while gigabytes move. Every request with a readable uid
 gets a reply, also when it fails: then its failure value and one more frame that says why.
 """
@@ -69,7 +69,7 @@ class CacheServer:
         pool_name: Name of the pool's segment; None: a random one.
         http_port: Serve ``/status``, ``/metrics`` and ``/cache/checksums`` there (needs ``kvshm[http]``); 0: any.
         reap_after_s, grace_s: Silence after which an engine is dropped, if it ever pinged and if it never did.
-        pin_ttl_s: How long a lookup's read locks last.
+        pin_ttl_s: How long a lookup pins what it found.
         prepare_ttl_s: How long slots are lent to an engine of LMCache's that copies by itself; one of kvshm's has them
             as long as it lives.
         verify: Gather every chunk twice and compare: finds engines that write to blocks while they are stored.
@@ -209,7 +209,7 @@ class CacheServer:
         self.close()
 
     def call(self, function: Callable[[], _T], timeout_s: float = 10.0) -> _T:
-        """Run something in the loop, where the books may be read, and give its result. Any thread may call it.
+        """Run something in the loop, where the state may be read, and return its result. Any thread may call it.
 
         Raises:
             TimeoutError: The loop did not come to it.
@@ -240,7 +240,7 @@ class CacheServer:
         store = state.objects
         return {
             "version": __version__,
-            "boot_token": self._service.boot_token,
+            "epoch": self._service.epoch,
             "endpoint": self._endpoint,
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "chunk_size": self._settings.chunk_size,
@@ -254,13 +254,13 @@ class CacheServer:
             },
             "objects": {
                 "cached": len(store),
-                "held": store.num_held,
+                "pinned": store.num_pinned,
                 "unfinished": store.num_unfinished,
                 **asdict(store.stats),
             },
             "lookups": {
                 "open": len(state.lookups) + len(state.plain_lookups),
-                "read_locks": state.lookups.num_pins + state.plain_lookups.num_pins,
+                "pins": state.lookups.num_pins + state.plain_lookups.num_pins,
             },
             "jobs": self._jobs.num_unfinished,
             "instances": [self._report(registration, now) for registration in state.registrations],
@@ -297,7 +297,7 @@ class CacheServer:
         self._service.close()
         while self._jobs.num_unfinished:
             self._receive()
-        # What has arrived by now is refused rather than dropped; so much of it that others cannot hold this up.
+        # What has arrived by now is refused rather than dropped; a bounded number, so that peers cannot delay this.
         for _ in range(_MAX_LAST_REQUESTS):
             if not self._socket.poll(0):
                 break
@@ -324,7 +324,7 @@ class CacheServer:
     def _handle(self, frames: list[bytes]) -> None:
         self._messages["requests"] += 1
         if len(frames) < 3 or not is_uid_frame(frames[1]):
-            self._messages["malformed"] += 1  # nobody could tell what a reply belongs to
+            self._messages["malformed"] += 1  # a reply could not be matched to it
             return
         call = _Call(self._send, frames[:3])
         try:

@@ -117,7 +117,7 @@ class ServerDrivenOperations:
         return DEFERRED
 
     def unregister_kv_cache(self, call: Call, instance_id: int) -> object:
-        """Let go of an engine; answered once no copy runs on its memory and its mappings are gone."""
+        """Unregister an engine; answered once no copy runs on its memory and its mappings are gone."""
         self._registering.pop(instance_id, None)
         self._state.unregister(instance_id, lambda: call.answer(NO_RESULT))
         return DEFERRED
@@ -158,7 +158,7 @@ class ServerDrivenOperations:
         block_ids: list[NDArray[np.int64]],
         deadline_ns: int,
     ) -> object:
-        """The same for an engine of kvshm's client; gives the chunks that a lookup finds then.
+        """The same for an engine of kvshm's client; returns the chunks that a lookup finds then.
 
         Past ``deadline_ns`` the client may have given the blocks to others: what was gathered by then is dropped.
         """
@@ -251,7 +251,7 @@ class ServerDrivenOperations:
         event_handle: bytes,
         skip_first_n_tokens: int = 0,
     ) -> object:
-        """Scatter cached chunks into the engine's cache, and release one read lock of this request on each."""
+        """Scatter cached chunks into the engine's cache, and release one pin of this request on each."""
         state = self._state
         prefix = state.hashes_up_to(key)
         chunks = state.chunks_in_range(key)
@@ -318,7 +318,7 @@ class ServerDrivenOperations:
     ) -> object:
         state = self._state
         entries = [entry for group in found.values() for entry in group if entry is not None]
-        state.objects.hold(entries)
+        state.objects.pin(entries)
         unlock(entries)
         registration.begin_copy()
 
@@ -332,7 +332,7 @@ class ServerDrivenOperations:
 
         def done(_: int | None, reason: str | None) -> None:
             try:
-                state.objects.release(entries)
+                state.objects.unpin(entries)
                 if reason is None:
                     state.counters.retrieves += 1
                     state.counters.retrieved_bytes += sum(entry.nbytes for entry in entries)

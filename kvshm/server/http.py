@@ -1,7 +1,8 @@
 """The server's HTTP side: status, Prometheus metrics, and checksums of an engine's blocks.
 
-Runs in a thread of its own with its own event loop; what it tells comes from the server's loop, and what it computes it
-computes in the server's worker threads. ``POST /cache/checksums`` takes and gives what LMCache's bench client expects.
+Runs in a thread of its own with its own event loop; it reads
+state in the server's loop and computes in its worker threads. ``POST /cache/checksums`` is what LMCache's bench client
+asks for.
 """
 
 from __future__ import annotations
@@ -270,10 +271,10 @@ def metrics_text(status: Mapping[str, Any]) -> str:
         "pool_used_bytes": pool["used_nbytes"],
         "pool_busy_bytes": pool["busy_nbytes"],
         "objects_cached": objects["cached"],
-        "objects_held": objects["held"],
+        "objects_pinned": objects["pinned"],
         "objects_unfinished": objects["unfinished"],
         "lookups_open": lookups["open"],
-        "read_locks": lookups["read_locks"],
+        "pins": lookups["pins"],
         "jobs_running": status["jobs"],
         "instances": len(status["instances"]),
     }

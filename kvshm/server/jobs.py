@@ -1,6 +1,6 @@
 """Worker threads for copies, and how their results come back to the server's loop.
 
-Work runs in a thread; what is to be done with its result runs in the loop, which is woken for it. So the books are kept
+Work runs in a thread; what is to be done with its result runs in the loop, which is woken for it. So the state is kept
 by one thread and need no lock.
 """
 

@@ -160,7 +160,7 @@ class EngineDrivenOperations:
     ) -> dict[str, Any]:
         """Enter an engine that copies by itself, and say where the pool is.
 
-        Its liveness segment is opened now: whatever becomes of the name, its lock tells whether the engine lives.
+        Its liveness segment is opened now: whatever becomes of the name, its lock shows whether the engine lives.
         """
         self._state.enter(
             Registration(
@@ -184,7 +184,7 @@ class EngineDrivenOperations:
     ) -> object:
         """Lend slots for those of the wanted chunks that are not cached.
 
-        Gives ``slots``, per object group [chunk, offset in the pool], and ``found``: where nothing is to be written,
+        Returns ``slots``, per object group [chunk, offset in the pool], and ``found``: where nothing is to be written,
         the chunks that a lookup finds now.
         """
         (registration, identity, way), state = self._kvshm(instance_id), self._state
@@ -217,7 +217,7 @@ class EngineDrivenOperations:
         return self._lend(call, instance_id, loan_id, loan)
 
     def kvshm_commit_store(self, call: Call, instance_id: int, loan_id: str) -> int:
-        """Make what an engine wrote into its slots visible; gives the chunks that a lookup finds then."""
+        """Make what an engine wrote into its slots visible; returns the chunks that a lookup finds then."""
         registration, identity, _ = self._kvshm(instance_id)
         loan = self._commit(registration, identity.worker_id, loan_id)
         return self._state.num_found(registration, loan.hashes)

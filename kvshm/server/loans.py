@@ -2,7 +2,7 @@
 
 A slot is another's only when its holder said that it is done with it (a commit, giving it back, unregistering), or when
 the holder's process is dead. Time alone proves nothing: an engine may be stopped in the middle of a copy for hours, and
-go on. Whether it lives tells the lock on its liveness segment, which the kernel drops with the process, however that
+go on. The lock on its liveness segment shows whether it lives: the kernel drops the lock with the process, however that
 ends. Engines of LMCache have none, so for them the clock decides.
 
 Loans outlive the registration of their holder. Not thread-safe: all of this belongs to the server's loop.
@@ -29,7 +29,7 @@ class Holder:
     """An engine that copies by itself."""
 
     instance_id: int
-    liveness: LivenessProbe | None  # None: only the clock tells
+    liveness: LivenessProbe | None  # None: the clock decides
 
     @property
     def is_dead(self) -> bool:
@@ -58,7 +58,7 @@ class Loans:
     """All loans, by holder and a name that both sides have for them.
 
     Args:
-        ttl_s: How long a loan lasts whose holder gives no other sign of life.
+        ttl_s: How long a loan lasts whose holder has no liveness segment.
     """
 
     def __init__(self, store: ChunkStore, ttl_s: float) -> None:
@@ -95,7 +95,7 @@ class Loans:
 
     def lend_to_read(self, holder: Holder, name: Hashable, entries: list[Entry], now: float) -> Loan:
         """Lend cached objects, which are kept until they are given back."""
-        self._store.hold(entries)
+        self._store.pin(entries)
         loan = Loan(holder, None, entries, now + self._ttl_s)
         self._reads.setdefault((holder.instance_id, name), []).append(loan)
         return loan
@@ -120,7 +120,7 @@ class Loans:
         loan = loans.pop()
         if not loans:
             del self._reads[instance_id, name]
-        self._store.release(loan.entries)
+        self._store.unpin(loan.entries)
         return loan
 
     def give_back(self, instance_id: int, name: Hashable) -> int:
@@ -170,7 +170,7 @@ class Loans:
         for key, loans in list(self._reads.items()):
             for loan in [loan for loan in loans if is_over(loan)]:
                 loans.remove(loan)
-                self._store.release(loan.entries)
+                self._store.unpin(loan.entries)
             if not loans:
                 del self._reads[key]
         return taken

@@ -98,7 +98,7 @@ class _Lookups(Generic[L]):
         return list(self._by_owner.get(owner, ()))
 
     def excess_of(self, owner: Hashable, most: int) -> list[L]:
-        """The oldest of an owner, if there are more than so many: one too many at most."""
+        """The oldest of an owner that has more than ``most``; the owner has one too many at most."""
         of_owner = self._by_owner.get(owner, {})
         return [next(iter(of_owner))] if len(of_owner) > most else []
 
@@ -181,7 +181,7 @@ class EngineLookups:
 
         Args:
             hashes: Of all chunks of the prompt.
-            search: Finds what some workers can retrieve of so many chunks.
+            search: Finds what some workers can retrieve of the first chunks, given their number.
         """
         mine, others = self._of_request(scope, request_id, instance_id, worker_id)
         # An engine that has retrieved and looks up again begins anew: engines reuse request ids.
@@ -301,7 +301,7 @@ class EngineLookups:
         self._lookups.drop(lookup, lookup.workers)
 
     def _latest(self, instance_id: int, hashes: Sequence[bytes], least: int) -> _EngineLookup | None:
-        """The latest lookup of an engine, without a request id, that found so many of these chunks."""
+        """The latest lookup of an engine, without a request id, that found at least ``least`` of these chunks."""
         for lookup in reversed(self._lookups.of_owner(instance_id)):
             if lookup.request_id is None and len(lookup.hashes) >= least and is_about(lookup.hashes, hashes):
                 return lookup
@@ -361,7 +361,7 @@ class PlainLookups:
         for lookup in self._lookups.of_request(request_id):
             if lookup.client == client:
                 self._drop(lookup)
-        # Remembered until the session ends, also where nothing is pinned: it tells whose session that is.
+        # Remembered until the session ends, also where nothing is pinned: it shows whose session that is.
         prefix = hashes[: hit.num_chunks]
         self._lookups.add(_PlainLookup(scope, request_id, prefix, pins, now + self._ttl_s, client), client)
         for oldest in self._lookups.excess_of(client, _MAX_OF_CLIENT):
@@ -411,7 +411,7 @@ class PlainLookups:
         """A session is over: nothing of its request is kept.
 
         Args:
-            models: Model and world size of the engines on this client. They tell whose session it is where the
+            models: Model and world size of the engines on this client. They show whose session it is where the
                 request was never seen on this client; where several remain, nothing is ended.
         """
         lookups = self._lookups.of_request(request_id)

@@ -220,7 +220,7 @@ class Registrations:
         return iter(list(self._by_id.values()))
 
     def add(self, registration: Registration) -> Registration | None:
-        """Enter an engine; gives the one that had its id."""
+        """Enter an engine; returns the one that had its id."""
         previous = self._by_id.pop(registration.instance_id, None)
         self._by_id[registration.instance_id] = registration
         return previous
@@ -278,7 +278,7 @@ class Registrations:
 
         Another worker is asked for in the asking engine's layout, if an engine of that worker has it or none is
         known: then the others there are replicas of another kind. A pipeline stage has other layers; it is asked for in
-        all layouts that its engines have, since which of them belongs to the asking one is not told.
+        all layouts that its engines have, since nothing says which of them belongs to the asking one.
         """
         needs: list[Need] = []
         for worker_id in workers:

@@ -1,4 +1,4 @@
-"""All operations of the cache server, by name. Books only: copies run elsewhere, and sockets are not known here.
+"""All operations of the cache server, by name. State only: copies run elsewhere, and sockets are not known here.
 
 One thread, the server's loop, calls everything in this module. An operation returns its result, or
 :data:`~kvshm.server.state.DEFERRED` and answers its :class:`~kvshm.server.state.Call` later. What it raises becomes
@@ -33,14 +33,14 @@ class CacheService:
     """The operations on a server's state.
 
     Args:
-        report: Gives the server's status.
+        report: Returns the server's status.
         liveness: A segment that is in use as long as the server's process lives.
     """
 
     def __init__(self, state: ServerState, report: Callable[[], dict[str, Any]], liveness: Liveness) -> None:
         self.state = state
         self._liveness = liveness
-        self.boot_token = secrets.token_hex(8)
+        self.epoch = secrets.token_hex(8)
         self._report = report
         self._server_driven = ServerDrivenOperations(state)
         copies, lending = self._server_driven, EngineDrivenOperations(state)
@@ -86,7 +86,7 @@ class CacheService:
         assert self.operations.keys() == {operation.name for operation in OPERATIONS}
 
     def ping(self, call: Call, instance_id: int | None) -> bool:
-        """A sign of life."""
+        """Renew an engine's lease."""
         if instance_id is not None:
             self.state.registrations.ping(instance_id, self.state.clock())
         return True
@@ -161,7 +161,7 @@ class CacheService:
         return self.state.plain_lookups.result(call.client, request_id)
 
     def free_lookup_locks(self, call: Call, key: CacheKey, tp_size: int) -> object:
-        """Release what is left of a lookup's read locks in the key's range."""
+        """Unpin what is left of a lookup in the key's range."""
         state, size = self.state, self.state.settings.chunk_size
         hashes = state.hashes_of(key.token_ids[: -(-key.end // size) * size])
         chunks = range(-(-key.start // size), -(-key.end // size))
@@ -177,7 +177,7 @@ class CacheService:
     # The rest
 
     def clear(self, call: Call, force: bool = False) -> object:
-        """Forget what is cached: what nobody holds, or all of it."""
+        """Forget what is cached: what is not pinned, or (``force``) all of it."""
         if force:
             self.state.plain_lookups.end_all()
             self.state.lookups.end_all()
@@ -203,11 +203,11 @@ class CacheService:
         return []
 
     def hello(self, call: Call, client_version: str) -> dict[str, Any]:
-        """Who this server is. A boot token that changes tells a client that its registrations are gone."""
+        """Who this server is. A new epoch means that earlier registrations are gone."""
         return {
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
-            "boot_token": self.boot_token,
+            "epoch": self.epoch,
             "chunk_size": self.state.settings.chunk_size,
             "clock_ns": time.monotonic_ns(),
             "null_block_id": self.state.settings.null_block_id,
@@ -235,7 +235,7 @@ class CacheService:
             state.reap(registration)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Unpin, unregister and take back everything."""
         state = self.state
         self._server_driven.forget_attempts()
         state.lookups.end_all()

@@ -1,4 +1,4 @@
-"""What all operations of the cache server share: its books, its settings, and what is derived from a request's key.
+"""What all operations of the cache server share: its state, its settings, and what is derived from a request's key.
 
 One thread, the server's loop, uses everything here.
 """
@@ -65,7 +65,7 @@ class Settings:
     null_block_id: int | None = 0  # None: there is none
     reap_after_s: float = 30.0  # silence of an engine that ever pinged
     grace_s: float = 3600.0  # silence of one that never did
-    pin_ttl_s: float = 300.0  # of a lookup's read locks
+    pin_ttl_s: float = 300.0  # of what a lookup found
     prepare_ttl_s: float = 600.0  # of slots lent to an engine without a liveness segment
     verify: bool = False  # gather twice and compare, to find engines that write to blocks while they are stored
 
@@ -97,7 +97,7 @@ class Counters:
 
 @dataclass(slots=True)
 class ServerState:
-    """The books of a server.
+    """The state of a server.
 
     Args:
         run: Takes work for another thread, and what the loop does with its result.
@@ -194,7 +194,7 @@ class ServerState:
         then()
 
     def unregister(self, instance_id: int, then: Callable[[], None]) -> None:
-        """An engine leaves: it holds nothing any more, and uses nothing that it was lent."""
+        """An engine leaves: its pins are released, and it uses nothing that it was lent."""
         self.lookups.end_of(instance_id)
         self.count_expired(self.loans.end_of(instance_id))
         registration = self.registrations.remove(instance_id)
@@ -280,7 +280,7 @@ class ServerState:
     # Records
 
     def record(self, reason: str) -> str:
-        """Remember what went wrong last; gives it back."""
+        """Remember what went wrong last, and return it."""
         self.last_error = reason
         _logger.info("kvshm server: %s", reason)
         return reason

@@ -1,4 +1,4 @@
-"""Whether a process lives, told by a lock.
+"""Whether a process lives, shown by a lock.
 
 A process that others must not mistake for dead makes a liveness segment: an object of one byte whose shared lock it
 holds. The kernel drops the lock with the process, however that ends, and only then; a process that is stopped keeps it.
@@ -67,7 +67,7 @@ class LivenessProbe:
 
     Raises:
         FileNotFoundError, PermissionError, OSError: The segment cannot be opened.
-        ValueError: The name is none, or leads to something else.
+        ValueError: The name is invalid, or leads to something else.
     """
 
     __slots__ = ("_fd",)

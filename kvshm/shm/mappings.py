@@ -111,7 +111,7 @@ class _Table:
         self.has_finalizer = False
 
     def find(self, key: Key, nbytes: int, readonly: bool) -> Mapping | None:
-        """A live mapping of so many bytes of a segment, if there is one. Call with the lock held."""
+        """A live mapping of at least ``nbytes`` of a segment, if there is one. Call with the lock held."""
         lender = None if readonly else self.lenders.get(key)
         lent = None if lender is None else lender()
         if lent is not None:
@@ -147,7 +147,7 @@ class _Table:
         self.mappings[key] = (*self.mappings.get(key, ()), reference)
 
     def bury(self, key: Key, address: int, nbytes: int, reference: weakref.ref[Mapping]) -> None:
-        """Let go of the pages of a mapping that died, in whatever thread."""
+        """Unmap the pages of a mapping that died, in whatever thread."""
         # A weak reference is dead before its callback runs, so no thread can be given these pages any more. With
         # __del__ instead, a look-up between the last use and the unmapping would return a mapping about to go.
         self.buried.append((key, reference))
@@ -291,7 +291,7 @@ def _find_mapped(name: str, nbytes: int | None, readonly: bool) -> Mapping | Non
 
 
 def _lock_finished(fd: int) -> os.stat_result | None:
-    """Take the shared lock of an object and tell its size; None if it is half-made, or swept meanwhile."""
+    """Take the shared lock of an object and return its size; None if it is half-made, or swept meanwhile."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -306,7 +306,7 @@ def attach_mapping(
     """The mapping of the segment that ``name`` (with its slash) leads to now, made if this process has none.
 
     Args:
-        nbytes: At least so many bytes must be there.
+        nbytes: The least number of bytes that must be there.
         timeout_s: How long to wait for a segment whose creator has not finished it.
 
     Raises:

@@ -157,7 +157,7 @@ def unlink_object(name: str, key: Key | None) -> None:
 def create_object(
     nbytes: int, name: str | None = None, mode: int = 0o600, *, reserve: bool = True
 ) -> tuple[int, str, Key]:
-    """Create a segment of exactly ``nbytes`` bytes; gives its descriptor, holding the lock, its name and its key.
+    """Create a segment of exactly ``nbytes`` bytes; returns its descriptor, holding the lock, its name and its key.
 
     On any error nothing is left. The caller closes the descriptor and unlinks the name.
 

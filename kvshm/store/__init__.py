@@ -1,1 +1,1 @@
-"""What the cache server keeps: chunk objects in one pool segment, who holds them, and what goes when room is needed."""
+"""What the cache server keeps: chunk objects in one pool segment, which are pinned, and what is evicted for room."""

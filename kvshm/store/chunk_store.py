@@ -1,7 +1,7 @@
-"""The chunk store: which object is cached where, who holds it, and what goes when room is needed.
+"""The chunk store: which object is cached where, how often it is pinned, and what is evicted when room is needed.
 
 An object is one chunk of one object group. It is either *unfinished* (its bytes are being written; nobody finds it) or
-*visible*. A visible object may be held, by running copies and by lookups that pinned it; only objects that nobody holds
+*visible*. A visible object may be pinned, by running copies and by lookups; only objects that are not pinned
 are evicted, the least recently used first. A store of several objects reserves room for all of them or for none.
 
 The store knows offsets in the pool, never bytes. Not thread-safe: it belongs to the server's loop.
@@ -24,7 +24,7 @@ class Entry:
     key: bytes
     nbytes: int
     cell: Cell
-    num_holds: int
+    ref_count: int
     is_visible: bool = False
 
     @property
@@ -35,7 +35,7 @@ class Entry:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for the objects of one store, and a hold on those that were cached before. Ends in commit or abort."""
+    """Room for the objects of one store, and a pin on those that were cached before. Ends in commit or abort."""
 
     new: dict[bytes, Entry]
     cached: list[Entry]
@@ -86,16 +86,16 @@ class ChunkStore:
         return len(self._by_cell) - len(self._index)
 
     @property
-    def num_held(self) -> int:
-        """Objects, visible or not, that somebody holds."""
-        return sum(1 for entry in self._by_cell.values() if entry.num_holds)
+    def num_pinned(self) -> int:
+        """Objects, visible or not, that are pinned."""
+        return sum(1 for entry in self._by_cell.values() if entry.ref_count)
 
     def get(self, key: bytes) -> Entry | None:
         """The visible object of a key."""
         return self._index.get(key)
 
     def reserve(self, objects: Sequence[tuple[bytes, int]]) -> Reservation | None:
-        """Room for every ``(key, nbytes)`` that is not cached yet, and a hold on the others; None: no room for all.
+        """Room for every ``(key, nbytes)`` that is not cached yet, and a pin on the others; None: no room for all.
 
         Two stores of one key may run at once: each has its own room, and the first that commits wins.
 
@@ -116,14 +116,14 @@ class ChunkStore:
             else:
                 cached.append(entry)
         # The chunks before these are what makes them reachable: they must not be evicted to make the room.
-        self.hold(cached)
+        self.pin(cached)
         reservation = Reservation({}, cached)
         if self.allocator.fits([nbytes for _, nbytes in missing]):
             for key, nbytes in missing:
                 cell = self._take(nbytes)
                 if cell is None:
                     break
-                entry = Entry(key, nbytes, cell, num_holds=1)
+                entry = Entry(key, nbytes, cell, ref_count=1)
                 self._by_cell[cell] = entry
                 reservation.new[key] = entry
         if len(reservation.new) < len(missing):
@@ -144,45 +144,45 @@ class ChunkStore:
                 self._index[entry.key] = entry
                 entry.is_visible = True
                 self.stats.stored += 1
-        self.release(list(reservation.new.values()))
-        self.release(reservation.cached)
+        self.unpin(list(reservation.new.values()))
+        self.unpin(reservation.cached)
 
     def abort(self, reservation: Reservation) -> None:
         """Give the room of unfinished objects back."""
         assert reservation.is_open
         reservation.is_open = False
         self.stats.aborted += len(reservation.new)
-        self.release(list(reservation.new.values()))
-        self.release(reservation.cached)
+        self.unpin(list(reservation.new.values()))
+        self.unpin(reservation.cached)
 
-    def hold(self, entries: Iterable[Entry], times: int = 1) -> None:
+    def pin(self, entries: Iterable[Entry], times: int = 1) -> None:
         """Keep objects from eviction and their bytes from being overwritten."""
         for entry in entries:
-            if not entry.num_holds:
+            if not entry.ref_count:
                 self.allocator.hold(entry.cell)
-            entry.num_holds += times
+            entry.ref_count += times
 
-    def release(self, entries: Sequence[Entry]) -> None:
-        """Give up one hold per object. What nobody holds can be evicted; what is not visible goes at once."""
+    def unpin(self, entries: Sequence[Entry]) -> None:
+        """Release one pin per object. At none, what is visible can be evicted and what is not is freed at once."""
         for entry in reversed(entries):
-            assert entry.num_holds > 0
-            entry.num_holds -= 1
-            if not entry.num_holds:
+            assert entry.ref_count > 0
+            entry.ref_count -= 1
+            if not entry.ref_count:
                 if entry.is_visible:
                     self.allocator.rest(entry.cell)
                 else:
                     self._drop(entry)
 
     def clear(self) -> int:
-        """Forget every visible object that nobody holds; returns how many."""
-        idle = [entry for entry in self._index.values() if not entry.num_holds]
+        """Forget every visible object that is not pinned; returns how many."""
+        idle = [entry for entry in self._index.values() if not entry.ref_count]
         for entry in idle:
             self._forget(entry)
             self._drop(entry)
         return len(idle)
 
     def hide(self) -> int:
-        """Forget every visible object; room that somebody holds comes back with the last hold."""
+        """Forget every visible object; what is pinned is freed with its last pin."""
         count = self.clear()
         for entry in list(self._index.values()):
             self._forget(entry)

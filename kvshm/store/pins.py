@@ -44,7 +44,7 @@ class PinnedChunks:
         self._rows = [_Row(part, [num_readers] * len(part.entries)) for part in found]
         self._num_pins: dict[int, int] = {}  # that are left, per worker
         for row in self._rows:
-            store.hold(row.found.entries, num_readers)
+            store.pin(row.found.entries, num_readers)
             worker_id = row.found.worker_id
             self._num_pins[worker_id] = self._num_pins.get(worker_id, 0) + sum(row.num_pins)
 
@@ -94,4 +94,4 @@ class PinnedChunks:
                 row.num_pins[index] -= times
                 released += [row.found.entries[index]] * times
             self._num_pins[row.found.worker_id] -= len(released)
-            self._store.release(released)
+            self._store.unpin(released)

@@ -81,7 +81,7 @@ def wait_until_quiet(client: CacheClient) -> dict[str, object]:
     deadline = time.monotonic() + 30
     while True:
         status = client.status()
-        busy = (status["objects"]["held"], status["objects"]["unfinished"], status["jobs"], len(status["instances"]))
+        busy = (status["objects"]["pinned"], status["objects"]["unfinished"], status["jobs"], len(status["instances"]))
         if not any(busy):
             return status
         assert time.monotonic() < deadline, status

@@ -146,12 +146,12 @@ class PromiseMachine(RuleBasedStateMachine):
         for (engine, _), (prompt, found) in self.promised.items():
             hit = self.hit(engine.needs(), hashes_of(prompt, found))
             assert hit.num_chunks == found, (engine, prompt, found)
-            assert all(entry.num_holds for part in hit.found for entry in part.entries), (engine, prompt, found)
+            assert all(entry.ref_count for part in hit.found for entry in part.entries), (engine, prompt, found)
 
     def teardown(self) -> None:
         for engine in ENGINES:
             self.lookups.end_of(engine.instance_id)
-        assert (len(self.lookups), self.lookups.num_pins, self.store.num_held) == (0, 0, 0)
+        assert (len(self.lookups), self.lookups.num_pins, self.store.num_pinned) == (0, 0, 0)
 
 
 TestPromises = PromiseMachine.TestCase

@@ -53,14 +53,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=holds, chosen=st.sets(keys, max_size=5), size=st.sampled_from(SIZES))
     def hold(self, chosen: set[int], size: int) -> list[Entry]:
         found = [entry for key in chosen if (entry := self.store.get(b"%d-%d" % (key, size)))]
-        self.store.hold(found)
+        self.store.pin(found)
         self.held.append(found)
         return found
 
     @rule(found=consumes(holds))
     def release(self, found: list[Entry]) -> None:
         self.held.remove(found)
-        self.store.release(found)
+        self.store.unpin(found)
 
     @rule(force=st.booleans())
     def clear(self, force: bool) -> None:
@@ -92,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         for entry in [entry for found in self.held for entry in found]:
             expected[entry] = expected.get(entry, 0) + 1
         for entry in self.store._by_cell.values():
-            assert entry.num_holds == expected.get(entry, 0)
+            assert entry.ref_count == expected.get(entry, 0)
         allocator = self.store.allocator
         assert allocator.busy_nbytes == sum(entry.cell.nbytes for entry in expected)
         assert allocator.used_nbytes == sum(entry.cell.nbytes for entry in self.store._by_cell.values())
@@ -101,7 +101,7 @@ class StoreMachine(RuleBasedStateMachine):
         for reservation in self.open:
             self.store.abort(reservation)
         for found in self.held:
-            self.store.release(found)
+            self.store.unpin(found)
         self.store.hide()
         allocator = self.store.allocator
         assert (allocator.used_nbytes, allocator.busy_nbytes, allocator._classes) == (0, 0, {})

@@ -33,8 +33,8 @@ def running_server(**settings: Any) -> Iterator[CacheServer]:
         yield server
     status = server.status()
     assert status["jobs"] == 0
-    assert status["lookups"] == {"open": 0, "read_locks": 0}
-    assert status["objects"]["held"] == 0
+    assert status["lookups"] == {"open": 0, "pins": 0}
+    assert status["objects"]["pinned"] == 0
     assert status["objects"]["unfinished"] == 0
     assert status["pool"]["busy_nbytes"] == 0
     assert status["instances"] == []

@@ -161,10 +161,10 @@ def test_workers_of_one_model(client: CacheClient) -> None:
         assert (zero.lookup(TOKENS), one.lookup(TOKENS)) == (0, 0), "one worker is not all"
         one.store(TOKENS[: 2 * CHUNK], BLOCKS)
         assert (zero.lookup(TOKENS), one.lookup(TOKENS)) == (2 * CHUNK, 2 * CHUNK)
-        assert client.status()["lookups"]["read_locks"] == 4, "each locks its own"
+        assert client.status()["lookups"]["pins"] == 4, "each locks its own"
         zero.retrieve(TOKENS[: 2 * CHUNK], OTHER_BLOCKS)
         one.retrieve(TOKENS[: 2 * CHUNK], OTHER_BLOCKS)
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
 
 def test_a_partial_retrieve_releases_all_its_locks(client: CacheClient) -> None:
@@ -172,7 +172,7 @@ def test_a_partial_retrieve_releases_all_its_locks(client: CacheClient) -> None:
         engine.store(TOKENS, BLOCKS)
         engine.lookup(TOKENS)
         assert engine.retrieve(TOKENS[:CHUNK], OTHER_BLOCKS) == CHUNK
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -500,7 +500,7 @@ def test_garbage_from_the_server() -> None:
 HELLO = {
     "version": "1",
     "protocol": PROTOCOL_VERSION,
-    "boot_token": "x",
+    "epoch": "x",
     "chunk_size": CHUNK,
     "clock_ns": 0,
     "null_block_id": 0,
@@ -603,7 +603,7 @@ def test_slots_that_were_not_asked_for_are_misses(hello: dict[str, Any], segment
 
 
 @pytest.mark.parametrize(
-    "changes", [{"clock_ns": None}, {"chunk_size": "6"}, {"null_block_id": "0"}, {"liveness": None}, {"boot_token": 1}]
+    "changes", [{"clock_ns": None}, {"chunk_size": "6"}, {"null_block_id": "0"}, {"liveness": None}, {"epoch": 1}]
 )
 def test_odd_hellos(hello: dict[str, Any], changes: dict[str, Any]) -> None:
     answers: dict[Any, Any] = {21: [CHUNK], "kvshm_hello": [hello | changes]}

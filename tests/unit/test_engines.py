@@ -258,7 +258,7 @@ class TestWorkers:
                 8,
             ]
             assert all(np.array_equal(each[0][:, 11:19], want) for each, want in zip(arrays, wanted, strict=True))
-            assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+            assert client.status()["lookups"] == {"open": 0, "pins": 0}
             for number in range(40):
                 other.store([number] * 64, list(range(1, 65)))
             assert workers[0].lookup(tokens) == 0, "nothing is pinned any more"
@@ -269,7 +269,7 @@ class TestWorkers:
             engine.store([1, 2, 3, 4], [1, 2, 3, 4])
         assert [engine.lookup([1, 2, 3, 4], "r") for engine, _ in engines] == [4, 4]
         assert [engine.retrieve([1, 2, 3, 4], [5, 6, 7, 8], request_id="r") for engine, _ in engines] == [4, 4]
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
     def test_a_request_in_another_layout_is_not_joined(self, client: CacheClient, mode: Any) -> None:
         """The second worker has an engine that stored in the first one's layout, and one whose layout is another."""
@@ -292,7 +292,7 @@ class TestWorkers:
             engines[2].retrieve([1, 2], [3, 4], request_id="r")
         assert engines[1].lookup([1, 2], "r") == 2
         assert [engine.retrieve([1, 2], [3, 4], request_id="r") for engine in engines[:2]] == [2, 2]
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
     def test_what_a_worker_was_promised_outlives_the_engine_that_asked_first(
         self, client: CacheClient, mode: Any
@@ -302,9 +302,9 @@ class TestWorkers:
             engine.store([1, 2], [1, 2])
         assert (first.lookup([1, 2], "r"), second.lookup([1, 2], "r")) == (2, 2)
         first.unregister()
-        assert client.status()["lookups"] == {"open": 1, "read_locks": 1}
+        assert client.status()["lookups"] == {"open": 1, "pins": 1}
         assert second.retrieve([1, 2], [3, 4], request_id="r") == 2
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
 
 class TestPlainWorkers:
@@ -346,7 +346,7 @@ class TestPlainWorkers:
                     np.array_equal(array[:, [3, 4]], want)
                     for array, want in zip(arrays[worker_id], wanted, strict=True)
                 )
-            assert server.call(server.status)["lookups"] == {"open": 0, "read_locks": 0}
+            assert server.call(server.status)["lookups"] == {"open": 0, "pins": 0}
 
     def test_stages_come_back_after_a_restart_of_the_engine(self, server: CacheServer) -> None:
         """Nobody says which worker an engine is; the chunks that were stored in its layout do."""
@@ -383,7 +383,7 @@ class TestPlainWorkers:
             two.ask(8, self.key([1, 2, 9, 9], world_size=1, worker_id=None), 1)
             assert (one.ask(10, "r", 1.0), two.ask(9, "r")) == ([2], [1])
             two.ask(13, "r")
-            assert server.call(server.status)["lookups"] == {"open": 1, "read_locks": 2}
+            assert server.call(server.status)["lookups"] == {"open": 1, "pins": 2}
             one.ask(13, "r")
 
 
@@ -464,16 +464,16 @@ class TestLookups:
         with client.register(numbered((2, 9, 1, 1, 1)), "m", layout_hints=NHD, transfer_mode=mode) as engine:
             engine.store([1, 2, 3, 4], [1, 2, 3, 4])
             assert [engine.lookup([1, 2, 3, 4], "r") for _ in range(3)] == [4, 4, 4]
-            assert client.status()["lookups"]["read_locks"] == 2
+            assert client.status()["lookups"]["pins"] == 2
             assert engine.retrieve([1, 2, 3, 4], [5, 6, 7, 8], request_id="r") == 4
-            assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+            assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
     def test_release(self, client: CacheClient, mode: Any) -> None:
         with client.register(numbered((2, 9, 1, 1, 1)), "m", layout_hints=NHD, transfer_mode=mode) as engine:
             engine.store([1, 2, 3, 4], [1, 2, 3, 4])
 
             def pins() -> int:
-                return int(client.status()["lookups"]["read_locks"])
+                return int(client.status()["lookups"]["pins"])
 
             engine.lookup([1, 2, 3, 4], "r")
             engine.lookup([1, 2, 3, 4], "s")
@@ -500,7 +500,7 @@ class TestLookups:
             engine.store([1, 2], [1, 2])
             assert engine.lookup([1, 2, 3, 4], "r") == 2
             assert _miss(engine, [1, 2, 3, 4], [5, 6, 7, 8], request_id="r") == 0
-            assert client.status()["lookups"]["read_locks"] == 0
+            assert client.status()["lookups"]["pins"] == 0
 
 
 class TestLife:
@@ -523,7 +523,7 @@ class TestLife:
         del engine
         while client.status()["instances"]:
             client.noop()
-        assert client.status()["lookups"] == {"open": 0, "read_locks": 0}
+        assert client.status()["lookups"] == {"open": 0, "pins": 0}
 
     def test_a_dropped_engine_with_its_client(self, server: CacheServer, mode: Any) -> None:
         arrays = numbered((2, 9, 1, 1, 1))

@@ -45,7 +45,7 @@ class Cache:
     def held(self) -> list[int]:
         """Pinned chunks of each worker."""
         return [
-            sum(entry is not None and entry.num_holds > 0 for entry in map(self.store.get, names))
+            sum(entry is not None and entry.ref_count > 0 for entry in map(self.store.get, names))
             for names in ([name(worker_id, chunk) for chunk in (b"a", b"b", b"c")] for worker_id in (0, 1))
         ]
 

@@ -313,7 +313,7 @@ def test_all_workers_must_have_a_chunk(raw: RawClient) -> None:
 
 def pinned(server: CacheServer) -> tuple[int, int]:
     now = status(server)
-    return now["lookups"]["read_locks"], now["objects"]["held"]
+    return now["lookups"]["pins"], now["objects"]["pinned"]
 
 
 def test_read_locks_are_counted(server: CacheServer, raw: RawClient) -> None:
@@ -427,9 +427,9 @@ def test_prepare_and_commit(server: CacheServer, raw: RawClient) -> None:
     assert (reply["success"], reply["data"]) == (True, b"")
     for number, slot in enumerate(reply["context"]["slots"], start=1):
         assert set(pool[slot["offset"] : slot["offset"] + slot["length"]]) == {number}
-    assert status(server)["objects"]["held"] == 2
+    assert status(server)["objects"]["pinned"] == 2
     assert raw.ask(19, key_map(TOKENS, end=2 * CHUNK), 8) == [True]
-    assert status(server)["objects"]["held"] == 0
+    assert status(server)["objects"]["pinned"] == 0
     value, reason = raw.ask(19, key_map(TOKENS, end=2 * CHUNK), 8)
     assert (value, "no prepared retrieve" in reason) == (False, True)
     assert raw.ask(16, key_map(TOKENS), 8) == [{"context": {"slots": [], "chunk_indices": []}}]
@@ -486,7 +486,7 @@ def test_lent_slots_expire() -> None:
         raw.ask(17, key_map(TOKENS, end=CHUNK, request_id="other"), 8, b"")
         raw.ask(18, key_map(TOKENS, end=CHUNK), 8)
         let_pass(server, 60)
-        assert status(server)["objects"]["held"] == 0
+        assert status(server)["objects"]["pinned"] == 0
         assert raw.hit(TOKENS) == 1
         assert raw.ask(17, key_map(TOKENS), 8, b"")[0] is False
         assert raw.ask(19, key_map(TOKENS, end=CHUNK), 8)[0] is False, "what was read may be another chunk by now"

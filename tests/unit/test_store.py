@@ -32,7 +32,7 @@ def test_an_object_is_visible_after_commit_only() -> None:
     store.commit(reservation)
     assert cached(store, "ab") == "ab"
     assert store.num_unfinished == 0
-    assert store.num_held == 0
+    assert store.num_pinned == 0
 
 
 def test_abort_gives_the_room_back() -> None:
@@ -60,8 +60,8 @@ def test_the_least_recently_used_goes_first() -> None:
         put(store, name)
     entry = store.get(b"a")
     assert entry
-    store.hold([entry])
-    store.release([entry])  # used again
+    store.pin([entry])
+    store.unpin([entry])  # used again
     put(store, "e")
     assert cached(store, "abcde") == "acde"
     put(store, "f")
@@ -79,12 +79,12 @@ def test_what_is_held_stays() -> None:
     store = ChunkStore(16 * KIB)
     put(store, "a", "b", "c", "d")
     held = [entry for name in "ab" if (entry := store.get(name.encode()))]
-    store.hold(held)
+    store.pin(held)
     put(store, "x", "y")
     assert cached(store, "abcdxy") == "abxy"
     assert store.reserve([(name, 4 * KIB) for name in (b"p", b"q", b"r")]) is None
     assert cached(store, "abcdxy") == "abxy", "a hopeless store must evict nothing"
-    store.release(held)
+    store.unpin(held)
     put(store, "p", "q", "r")
     assert len(store) == 4
 
@@ -124,7 +124,7 @@ def test_another_size_of_a_key_is_refused() -> None:
         store.reserve([(b"a", 200)])
     with pytest.raises(ValueError, match="names one object twice"):
         store.reserve([(b"b", 200), (b"b", 200)])
-    assert store.num_held == 0
+    assert store.num_pinned == 0
 
 
 def test_clear_spares_what_is_held_and_hide_does_not() -> None:
@@ -132,13 +132,13 @@ def test_clear_spares_what_is_held_and_hide_does_not() -> None:
     put(store, "a", "b")
     entry = store.get(b"a")
     assert entry
-    store.hold([entry])
+    store.pin([entry])
     assert store.clear() == 1
     assert cached(store, "ab") == "a"
     assert store.hide() == 1
     assert cached(store, "ab") == ""
     assert store.num_unfinished == 1, "a reader's bytes stay"
-    store.release([entry])
+    store.unpin([entry])
     assert store.num_unfinished == 0
     put(store, "a", "b", "c", "d")
     assert len(store) == 4

@@ -29,7 +29,7 @@ class Cache:
 
     @property
     def num_evictable(self) -> int:
-        return len(self.store) - self.store.num_held
+        return len(self.store) - self.store.num_pinned
 
 
 @pytest.fixture
