@@ -128,7 +128,7 @@ def test_what_a_key_may_lack() -> None:
         ({"world_size": True}, "world_size is True"),
         ({"worker_id": -1}, "worker_id is -1"),
         ({"worker_id": "0"}, "worker_id is '0'"),
-        ({"start": 7, "end": 6}, r"\[7, 6\) is none"),
+        ({"start": 7, "end": 6}, r"\[7, 6\): expected 0 <= start"),
         ({"start": 1.0}, "start is 1.0"),
         ({"token_ids": [1, 2.5]}, "sequence of integers"),
         ({"token_ids": [1, True]}, r"token_ids\[1\] is True, a boolean"),
