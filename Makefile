@@ -7,7 +7,9 @@
 #   make clean   remove what these made
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+# Versions to install instead of the newest; see CONTRIBUTING.md.
+CONSTRAINTS ?= /dev/null
 BIN := $(VENV)/bin
 NEEDS := setup.cfg pyproject.toml
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -49,15 +51,15 @@ $(BIN)/pip:
 
 # Each stamp stands for one set of packages in the one environment; -e: the environment follows the sources.
 $(VENV)/.server: $(NEEDS) | $(BIN)/pip
-	$(BIN)/pip install -q -e '.[server]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[server]'
 	touch $@
 
 $(VENV)/.test: $(NEEDS) | $(BIN)/pip
-	$(BIN)/pip install -q -e '.[test]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
 $(VENV)/.dev: $(NEEDS) | $(BIN)/pip
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 $(INTEROP)/bin/pip:
