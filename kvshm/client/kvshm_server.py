@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvshm import wire
 from kvshm.client.connections import CacheServerError, Connections
-from kvshm.client.operations import ServerInfo
+from kvshm.client.operations import KvshmServer
 from kvshm.client.replies import chunks_and_offsets, count, decoded, fields, flag
 from kvshm.client.requests import Requests
 from kvshm.client.sessions import Copies, EngineCache, Tokens, new_id
@@ -38,7 +38,7 @@ class _Session:
         self,
         connections: Connections,
         requests: Requests,
-        info: ServerInfo,
+        info: KvshmServer,
         cache: EngineCache,
         identity: EngineIdentity,
         null_block_id: int | None,

@@ -13,12 +13,12 @@ import queue
 import random
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvshm import wire
 from kvshm.client.connections import CacheServerError, Connections
-from kvshm.client.operations import PlainOperations, ServerInfo, probe
+from kvshm.client.operations import KvshmServer, LMCacheServer, PlainOperations, ServerInfo, probe
 from kvshm.units import checked_seconds
 
 __all__ = ["Member", "Pace", "ServerLink"]
@@ -220,13 +220,13 @@ class ServerLink(PlainOperations):
     def _check(self) -> None:
         """See whether the server is there and still the same; renew the leases."""
         before, was_up = self._info, self.is_up
-        if was_up and before is not None and not before.is_kvshm:
+        if was_up and isinstance(before, LMCacheServer):
             # A real LMCache server logs an error for a question that it does not know: it is asked that once.
-            info = replace(before, chunk_size=self.get_chunk_size(timeout_s=self._pace.probe_timeout_s))
+            info: ServerInfo = LMCacheServer(self.get_chunk_size(timeout_s=self._pace.probe_timeout_s))
         else:
             info = probe(self._connections, self._pace.probe_timeout_s)
         # A real LMCache server has no epoch; once it was away it may be another.
-        is_doubtful = not was_up and not info.is_kvshm
+        is_doubtful = not was_up and isinstance(info, LMCacheServer)
         for member in self._snapshot():
             if is_doubtful or not _is_same(member.server, info):
                 with contextlib.suppress(CacheServerError, wire.WireError):  # one that is refused; it has been logged
@@ -244,4 +244,6 @@ class ServerLink(PlainOperations):
 
 def _is_same(known: ServerInfo | None, info: ServerInfo) -> bool:
     # Of the member, not of the link: an engine that met the new server first has updated the link, not the others.
-    return known is not None and (known.epoch, known.is_kvshm) == (info.epoch, info.is_kvshm)
+    if isinstance(known, KvshmServer) and isinstance(info, KvshmServer):
+        return known.epoch == info.epoch
+    return type(known) is type(info)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from kvshm.client.connections import CacheServerError, Connections, ServerTimeoutError
 from kvshm.client.kvshm_server import mapped_pool, slot_of
 from kvshm.client.link import ServerLink
-from kvshm.client.operations import ServerInfo
+from kvshm.client.operations import LMCacheServer
 from kvshm.client.replies import Slot, copied, decoded, fields, lent_to_retrieve, lent_to_store
 from kvshm.client.requests import NotRegisteredError, Requests
 from kvshm.client.sessions import Copies, EngineCache, Tokens, new_id
@@ -74,7 +74,7 @@ class _Session:
         self,
         link: ServerLink,
         requests: Requests,
-        info: ServerInfo,
+        info: LMCacheServer,
         cache: EngineCache,
         identity: EngineIdentity,
         null_block_id: int | None,

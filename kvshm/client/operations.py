@@ -21,7 +21,7 @@ from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import token_array
 from kvshm.protocol import OPERATIONS, PROTOCOL_VERSION, CacheKey, EngineDrivenSpec, encode_block_ids, encode_key
 
-__all__ = ["FRAMES", "PlainOperations", "ServerInfo", "probe"]
+__all__ = ["FRAMES", "KvshmServer", "LMCacheServer", "PlainOperations", "ServerInfo", "probe"]
 
 FRAMES = {
     operation.name: wire.pack(operation.name if operation.id is None else operation.id) for operation in OPERATIONS
@@ -32,16 +32,25 @@ Key = CacheKey | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What a server told of itself, or (``is_kvshm`` false) what a real LMCache server let on."""
+class KvshmServer:
+    """What a kvshm server says of itself."""
 
-    is_kvshm: bool
-    chunk_size: int
-    epoch: str = ""
-    version: str = ""
-    clock_offset_ns: int = 0  # its monotonic clock minus ours, at most too low
-    null_block_id: int | None = 0  # what it takes for no data, unless an engine says otherwise
-    liveness_name: str = ""  # a segment that is in use as long as its process lives
+    chunk_size: int  # tokens
+    epoch: str  # another one: another process, which knows no engine
+    version: str
+    clock_offset_ns: int  # its monotonic clock minus ours, at most too low
+    null_block_id: int | None  # what it takes for no data, unless an engine says otherwise
+    liveness_name: str  # a segment that is in use as long as its process lives
+
+
+@dataclass(frozen=True, slots=True)
+class LMCacheServer:
+    """What is known of a real LMCache server."""
+
+    chunk_size: int  # tokens
+
+
+ServerInfo = KvshmServer | LMCacheServer
 
 
 def probe(connections: Connections, timeout_s: float) -> ServerInfo:
@@ -60,7 +69,7 @@ def probe(connections: Connections, timeout_s: float) -> ServerInfo:
         size = connection.send(FRAMES["get_chunk_size"], [], deadline)
         first = connection.receive_any((hello, size), deadline, "kvshm_hello")
         if first[0] == size:
-            info = ServerInfo(is_kvshm=False, chunk_size=decoded("get_chunk_size", count, first[1].result))
+            info: ServerInfo = LMCacheServer(decoded("get_chunk_size", count, first[1].result))
         else:
             now_ns = time.monotonic_ns()
             connection.receive(size, deadline, "get_chunk_size")
@@ -78,7 +87,7 @@ def _result(reply: Reply) -> Any:
     return reply.result
 
 
-def _read_hello(hello: Any, now_ns: int) -> ServerInfo:
+def _read_hello(hello: Any, now_ns: int) -> KvshmServer:
     if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL_VERSION:
         theirs = hello.get("protocol") if isinstance(hello, dict) else None
         version = hello.get("version") if isinstance(hello, dict) else None
@@ -86,8 +95,7 @@ def _read_hello(hello: Any, now_ns: int) -> ServerInfo:
             f"the server is kvshm {version} and speaks protocol {theirs}; this client is kvshm {__version__} and "
             f"speaks protocol {PROTOCOL_VERSION}: install one version on both sides"
         )
-    return ServerInfo(
-        is_kvshm=True,
+    return KvshmServer(
         chunk_size=count(hello["chunk_size"]),
         epoch=text(hello["epoch"]),
         version=text(hello["version"]),

@@ -20,7 +20,7 @@ from kvshm.client.connections import (
     ServerUnreachableError,
 )
 from kvshm.client.link import ServerLink
-from kvshm.client.operations import ServerInfo
+from kvshm.client.operations import KvshmServer, ServerInfo
 from kvshm.client.requests import NotRegisteredError, Requests
 from kvshm.client.sessions import Copies, EngineCache, Session
 from kvshm.protocol import EngineIdentity
@@ -229,7 +229,7 @@ class Registration:
 
     def _make_session(self, info: ServerInfo) -> Session:
         is_engine_driven = self._transfer_mode == "engine_driven"
-        if info.is_kvshm:
+        if isinstance(info, KvshmServer):
             null_block_id = info.null_block_id if self._null_block_id == "server" else self._null_block_id
             of_kvshm = kvshm_server.EngineDriven if is_engine_driven else kvshm_server.ServerDriven
             return of_kvshm(

@@ -145,10 +145,11 @@ def run_status(args: argparse.Namespace) -> int:
         ServerTimeoutError,
         ServerUnreachableError,
     )
+    from kvshm.client.operations import KvshmServer  # noqa: PLC0415
 
     try:
         with CacheClient(args.url, timeout_s=args.timeout, connect_timeout_s=args.timeout) as client:
-            if not client.server_info().is_kvshm:
+            if not isinstance(client.server_info(), KvshmServer):
                 print(f"kvshm status: {args.url} is a real LMCache server; ask its HTTP /status", file=sys.stderr)
                 return 1
             status = client.status()

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from kvshm._version import __version__
 from kvshm.protocol import NO_RESULT, OPERATIONS, PROTOCOL_VERSION, CacheKey
-from kvshm.server.copies import ServerDrivenOperations
-from kvshm.server.lending import EngineDrivenOperations
+from kvshm.server.engine_driven import EngineDrivenOperations
 from kvshm.server.registrations import scope_of_engine
+from kvshm.server.server_driven import ServerDrivenOperations
 from kvshm.server.state import DEFERRED, Call, Refused, ServerState, scope_of
 from kvshm.shm.liveness import Liveness
 

@@ -229,7 +229,7 @@ def test_whatever_ends_a_copy_gives_its_slots_back(
 @contextmanager
 def late_retrieve(monkeypatch: pytest.MonkeyPatch, server: CacheServer) -> Iterator[tuple[Any, CacheClient, Any]]:
     """An engine that gave up waiting for a copy which still runs, and what lets that end."""
-    copies: Any = importlib.import_module("kvshm.server.copies")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
     real, go_on = copies.scatter_chunks, threading.Event()
 
     def slow(*args: Any) -> None:

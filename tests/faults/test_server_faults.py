@@ -47,7 +47,7 @@ def server() -> Iterator[CacheServer]:
 
 @pytest.fixture
 def copies() -> Any:
-    return importlib.import_module("kvshm.server.copies")
+    return importlib.import_module("kvshm.server.server_driven")
 
 
 class Gate:

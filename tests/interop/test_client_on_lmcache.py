@@ -9,6 +9,7 @@ import pytest
 
 from kvshm.client.cache_client import CacheClient
 from kvshm.client.connections import CacheServerError
+from kvshm.client.operations import LMCacheServer
 from kvshm.layout import EngineGroupInfo
 from tests.interop.engines import (
     CHUNK,
@@ -55,7 +56,7 @@ def client(server: Server) -> Iterator[CacheClient]:
 
 def test_plain_operations(client: CacheClient) -> None:
     info = client.server_info()
-    assert (info.is_kvshm, info.chunk_size) == (False, CHUNK)
+    assert info == LMCacheServer(CHUNK)
     assert client.noop() == "OK"
     assert client.ping() is True
     assert client.ping(4711) is True

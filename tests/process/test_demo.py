@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import kvshm
-from kvshm.server import copies
+from kvshm.server import server_driven as copies
 from kvshm.server.cache_server import CacheServer
 from kvshm.server.hits import Hit
 from kvshm.server.state import ServerState

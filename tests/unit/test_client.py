@@ -19,6 +19,7 @@ import zmq
 import kvshm
 from kvshm import wire
 from kvshm.client.cache_client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.operations import KvshmServer, LMCacheServer
 from kvshm.client.registration import Registration
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import token_array
@@ -365,7 +366,7 @@ def test_plain_operations(client: CacheClient) -> None:
     assert client.prepare_retrieve(key, 6)["success"] is True
     assert client.commit_retrieve(key, 6) is True
     client.unregister_kv_cache_engine_driven_context(6)
-    assert client.server_info().is_kvshm
+    assert isinstance(client.server_info(), KvshmServer)
 
 
 def test_many_plain_lookups_at_once(client: CacheClient) -> None:
@@ -475,7 +476,7 @@ def test_a_server_without_hello_is_lmcaches() -> None:
     """LMCache drops unknown operations without a word; the question that follows tells, and nothing waits."""
     with silent_server({21: [16]}) as url, CacheClient(url, timeout_s=60.0) as client:
         info = client.server_info()
-        assert (info.is_kvshm, info.chunk_size) == (False, 16)
+        assert info == LMCacheServer(16)
 
 
 def test_another_version() -> None:
@@ -843,7 +844,7 @@ def test_unregister_waits_for_the_copies_of_this_process(server: CacheServer, mo
 
 def test_timed_out_blocks_are_unsettled(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that its client gave up waiting for still runs; its blocks are nobody else's until it ends."""
-    copies: Any = importlib.import_module("kvshm.server.copies")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
     go_on, running = threading.Event(), threading.Event()
     real = copies.scatter_chunks
 
@@ -877,7 +878,7 @@ def test_blocks_stay_unsettled_when_the_client_is_closed(
     server: CacheServer, monkeypatch: pytest.MonkeyPatch, raises: bool
 ) -> None:
     """Nobody asks any more whether the copy has ended; the server's death would tell."""
-    copies: Any = importlib.import_module("kvshm.server.copies")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
     go_on = threading.Event()
     real = copies.scatter_chunks
 
@@ -928,7 +929,7 @@ def test_interrupted_blocks_are_unsettled(
 
 def test_a_store_that_ends_too_late_is_not_published(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client may have changed the blocks meanwhile."""
-    copies: Any = importlib.import_module("kvshm.server.copies")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
     go_on = threading.Event()
     real = copies.gather_chunks
 

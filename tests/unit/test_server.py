@@ -781,7 +781,7 @@ def test_engines_that_never_ping_have_the_longer_time() -> None:
 
 
 def test_an_engine_that_writes_while_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: Any = importlib.import_module("kvshm.server.copies")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
     arrays = layers()
     real = copies.gather_chunks
 
