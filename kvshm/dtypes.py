@@ -7,10 +7,9 @@ prints bfloat16 as ``V2``, which loses the type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 __all__ = ["DTYPES", "DType", "DTypeLike", "as_dtype", "dtype_from_name", "dtype_name"]
@@ -43,28 +42,10 @@ _ML_DTYPES_NAMES = (
     "float8_e8m0fnu",
 )
 
-
-class _DTypes(Mapping[str, DType]):
-    """All wire names and their dtypes. ml_dtypes takes a second to import (0.7.0), so it is left until it is needed."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, DType] = {name: np.dtype(name) for name in _NUMPY_NAMES}
-
-    def __getitem__(self, name: str) -> DType:
-        if name not in self._known and name in _ML_DTYPES_NAMES:
-            import ml_dtypes  # noqa: PLC0415
-
-            self._known |= {each: np.dtype(getattr(ml_dtypes, each)) for each in _ML_DTYPES_NAMES}
-        return self._known[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*_NUMPY_NAMES, *_ML_DTYPES_NAMES))
-
-    def __len__(self) -> int:
-        return len(_NUMPY_NAMES) + len(_ML_DTYPES_NAMES)
-
-
-DTYPES: Mapping[str, DType] = _DTypes()
+DTYPES: dict[str, DType] = {name: np.dtype(name) for name in _NUMPY_NAMES} | {
+    name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES_NAMES
+}
+_NAMES: dict[DType, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_from_name(name: str) -> DType:
@@ -88,16 +69,10 @@ def dtype_name(dtype: DType) -> str:
     Raises:
         ValueError: The dtype has no name on the wire (a structured dtype, another byte order ...).
     """
-    name = _name_of(dtype)
-    if name is None:
-        raise ValueError(f"dtype {dtype!r} has no name on the wire; use one of {', '.join(DTYPES)}")
-    return name
-
-
-@lru_cache(64)
-def _name_of(dtype: DType) -> str | None:
-    name = dtype.name  # the same in both byte orders
-    return name if name in DTYPES and DTYPES[name] == dtype else None
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ValueError(f"dtype {dtype!r} has no name on the wire; use one of {', '.join(DTYPES)}") from None
 
 
 def as_dtype(dtype: DTypeLike) -> DType:
