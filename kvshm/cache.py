@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from kvshm.contiguity import ArrayTree
 from kvshm.formats.detect import EngineType, LayoutHints, normalize_and_discover_per_layer_formats
+from kvshm.formats.leaves import leaves_of
 from kvshm.formats.names import EngineKVFormat
 from kvshm.layout.engine_groups import EngineGroupInfo, engine_group_layer_indices
 from kvshm.layout.groups import KVLayerGroupsManager
@@ -20,7 +21,7 @@ from kvshm.plans import ObjectGroupPlan, make_plan
 from kvshm.shm.objects import SHM_DIR
 from kvshm.wrapper import ShmArrayWrapper
 
-__all__ = ["MappedCache", "leaves_of"]
+__all__ = ["MappedCache"]
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -140,15 +141,6 @@ class MappedCache:
         self._arrays = None
         self._planes = {}
         self._plans = {}
-
-
-def leaves_of(tree: ArrayTree) -> Iterator[Array]:
-    """The arrays of a structure, depth first."""
-    if isinstance(tree, np.ndarray):
-        yield tree
-    else:
-        for item in tree:
-            yield from leaves_of(item)
 
 
 def _mapped(kv_caches: ArrayTree) -> ArrayTree:

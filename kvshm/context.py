@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvshm.cache import MappedCache, leaves_of
+from kvshm.cache import MappedCache
 from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType, dtype_name
 from kvshm.formats.detect import EngineType, LayoutHints
+from kvshm.formats.leaves import leaves_of
 from kvshm.formats.names import EngineKVFormat
 from kvshm.layout.engine_groups import EngineGroupInfo
 from kvshm.layout.groups import KVLayerGroupsManager, PageBufferShapeDesc

@@ -1,6 +1,7 @@
 """Which format a cache has: from the engine, the hints it gives, and the shapes.
 
-Each engine has one function that names a single entry of its layer list, after the axes were put in memory order.
+Each engine has a file with a function that names a single entry of its layer list, or a whole structure, after the axes
+were put in memory order.
 A structure has one format when all its entries get the same name; layers of a hybrid model may each have their own.
 What a name promises of the arrays (rank, axes of 1 and 2, dtype of an index page, K and V alike) is checked here,
 once, for whatever named it.
@@ -8,18 +9,16 @@ once, for whatever named it.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeGuard
-
-import numpy as np
+from typing import Any
 
 from kvshm.contiguity import ArrayTree, attempt_permute_to_contiguous_view, axes_in_memory
-from kvshm.formats.hints import LayoutHints, checked_hints, is_heads_first, positive_hint
+from kvshm.formats import atom, sglang, trtllm, vllm
+from kvshm.formats.hints import LayoutHints, checked_hints
+from kvshm.formats.leaves import Entry, is_leaf, leaves_of
 from kvshm.formats.names import EngineKVFormat as Format
-from kvshm.spec import ArraySpec, restride
 
 __all__ = [
     "EngineType",
@@ -29,13 +28,6 @@ __all__ = [
     "detect_format",
     "normalize_and_discover_per_layer_formats",
 ]
-
-log = logging.getLogger("kvshm")
-
-Leaf: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
-Entry: TypeAlias = "Leaf | list[Leaf]"
-
-INDEX_PAGE_WIDTH = 132  # bytes of a slot of an index page: 128 values and one float32 scale
 
 
 class EngineType(Enum):
@@ -137,12 +129,8 @@ def count_layers(kv_caches: ArrayTree, engine_type: EngineType | str, layout_hin
     return len(normalize_and_discover_per_layer_formats(kv_caches, [], engine, hints)[1])
 
 
-def _is_leaf(x: object) -> TypeGuard[Leaf]:
-    return isinstance(x, (np.ndarray, ArraySpec))
-
-
 def _check_list(kv_caches: ArrayTree) -> None:
-    if _is_leaf(kv_caches):
+    if is_leaf(kv_caches):
         return
     if not isinstance(kv_caches, Sequence) or isinstance(kv_caches, (str, bytes)):
         raise ValueError(f"expected arrays or ArraySpecs in lists, not {type(kv_caches).__name__}")
@@ -152,17 +140,17 @@ def _check_list(kv_caches: ArrayTree) -> None:
 
 def _check_structure(kv_caches: ArrayTree) -> None:
     _check_list(kv_caches)
-    if not _is_leaf(kv_caches):
+    if not is_leaf(kv_caches):
         for item in kv_caches:
             _check_structure(item)
 
 
 def _is_layer_list(kv_caches: ArrayTree, engine: EngineType, hints: LayoutHints) -> bool:
     """Each entry of the list is a layer, and can be named alone."""
-    if _is_leaf(kv_caches) or engine is EngineType.TRTLLM:
+    if is_leaf(kv_caches) or engine is EngineType.TRTLLM:
         return False
     if engine is EngineType.SGLANG and hints.get("kv_list_layout") != "unified":
-        return hints.get("kv_list_layout") != "k_v" and all(map(_is_leaf, kv_caches))
+        return hints.get("kv_list_layout") != "k_v" and all(map(is_leaf, kv_caches))
     return True
 
 
@@ -210,21 +198,13 @@ def _check_fits(name: Format, entry: Entry) -> None:
             )
 
 
-def _leaves(tree: ArrayTree) -> Iterator[Leaf]:
-    if _is_leaf(tree):
-        yield tree
-    else:
-        for item in tree:
-            yield from _leaves(item)
-
-
 def _check_block_axis(name: Format, given: ArrayTree) -> None:
     """In memory no slots, heads or elements lie outside the blocks of the shape that was given.
 
     Axes are named by their order in memory. An array whose heads lie outside its blocks would be read with its heads
     as blocks, and every block id would lead to other tokens.
     """
-    for leaf in _leaves(given):
+    for leaf in leaves_of(given):
         order = axes_in_memory(leaf)
         if order == tuple(range(len(order))):
             continue
@@ -256,192 +236,20 @@ def block_axis_of(name: Format, shape: tuple[int, ...], order: tuple[int, ...]) 
     return (1 if kv == 0 else 0), {kv}
 
 
-def _vllm_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:
-    if isinstance(entry, list):
-        heads_first = is_heads_first(hints)  # a wrong hint is refused even where none is needed
-        name = _vllm_planes(entry)
-        if name is Format.NL_X_TWO_X_NB_BS_NH_HS and heads_first:
-            pair: list[Any] = entry
-            return name, [plane.transpose((0, 2, 1, 3)) for plane in pair]  # stored [NB, NH, BS, HS]
-        return name, entry
-    shape, rank = entry.shape, len(entry.shape)
-    is_index_page = entry.dtype == np.uint8 and shape[-1] == INDEX_PAGE_WIDTH
-    heads_first = _heads_first(hints, shape if rank in (4, 5) else None)
-    if rank == 3:
-        return (Format.NL_X_NB_BSV_BSS if is_index_page else Format.NL_X_NB_BS_HS), entry
-    if rank == 4:
-        if is_index_page and shape[1 if heads_first else 2] == 1:
-            page: Any = entry
-            return Format.NL_X_NB_BSV_BSS, page[:, 0] if heads_first else page[:, :, 0]
-        return (Format.NL_X_NB_NH_BS_CS if heads_first else Format.NL_X_NB_BS_NH_CS), entry
-    if rank == 5 and shape[0] == 2:
-        return (Format.NL_X_TWO_NB_NH_BS_HS if heads_first else Format.NL_X_TWO_NB_BS_NH_HS), entry
-    if rank == 5 and shape[1] == 2:
-        return (Format.NL_X_NB_TWO_NH_BS_HS if heads_first else Format.NL_X_NB_TWO_BS_NH_HS), entry
-    if rank == 6 and shape[0] == 2 and shape[3] == 1:
-        return Format.NL_X_TWO_NB_NH_ONE_BS_HS, entry
-    raise _unknown("vLLM", entry, "rank 3, 4, 5 with a K/V axis of 2 first or second, or [2, NB, NH, 1, BS, HS]")
-
-
-def _vllm_planes(planes: list[Leaf]) -> Format:
-    if all(_is_leaf(plane) and len(plane.shape) == 4 for plane in planes):
-        one_head = all(plane.shape[2] == 1 for plane in planes)
-        if one_head and (len(planes) in (1, 3) or len({plane.shape[-1] for plane in planes}) > 1):
-            return Format.NL_X_NP_X_NB_BS_ONE_HS
-        if len(planes) == 2:
-            return Format.NL_X_TWO_X_NB_BS_NH_HS
-    raise _unknown("vLLM", planes, "K and V of rank 4, or planes [NB, BS, 1, width]")
-
-
-def _heads_first(hints: LayoutHints, ambiguous_shape: tuple[int, ...] | None) -> bool:
-    hint = is_heads_first(hints)
-    if hint is None and ambiguous_shape is not None:
-        _warn_of_default_layout()
-    return hint is not False
-
-
-@lru_cache(maxsize=1)
-def _warn_of_default_layout() -> None:
-    log.warning(
-        "no layout hint: the shape of a vLLM cache cannot tell HND from NHD, and HND is taken; pass "
-        'layout_hints={"kv_layout": "NHD"} or {"kv_layout": "HND"} to say which it is'
-    )
-
-
-def _vllm_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    _heads_first(hints, None)  # as above
-    if len(kv_caches.shape) == 6 and kv_caches.shape[2] == 2:
-        return Format.NB_NL_TWO_BS_NH_HS, kv_caches
-    raise _unknown("vLLM", kv_caches, "one array for all layers [NB, NL, 2, BS, NH, HS]")
-
-
-def _sglang_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:
-    if isinstance(entry, list):
-        raise _unknown("SGLang", entry, "a flat list of arrays")
-    rank = len(entry.shape)
-    if hints.get("kv_list_layout") == "unified":
-        if rank in (3, 4):
-            return (Format.NL_X_NB_BS_HS if rank == 3 else Format.NL_X_NB_BS_NH_HS), entry
-        raise _unknown("SGLang", entry, "[NB, BS, HS] or [NB, BS, NH, HS] (kv_list_layout 'unified')")
-    if "tokens_per_block" not in hints:
-        return Format.NL_X_NBBS_ONE_HS, entry
-    if rank == 3 and entry.shape[1] == 1:
-        split: Any = _split_blocks(entry, hints)
-        return Format.NL_X_NB_BS_HS, split[:, :, 0]
-    return Format.NL_X_NB_BS_HS, entry
-
-
-def _sglang_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    if _is_leaf(kv_caches):
-        raise _unknown("SGLang", kv_caches, "lists of arrays")
-    if all(map(_is_leaf, kv_caches)):
-        return Format.TWO_X_NL_X_NB_BS_NH_HS, _pair_flat_list(kv_caches, hints)
-    if not all(isinstance(layers, list) and all(map(_is_leaf, layers)) for layers in kv_caches):
-        raise _unknown("SGLang", kv_caches, "a list of K layers and a list of V layers")
-    if len(kv_caches) != 2 or len(kv_caches[0]) != len(kv_caches[1]):
-        raise ValueError(
-            f"SGLang K/V lists must be two of one length, not {len(kv_caches)} of lengths "
-            f"{[len(layers) for layers in kv_caches]}; give [K layers, V layers]"
-        )
-    name = Format.TWO_X_NL_X_NB_BS_NH_HS if len(kv_caches[0][0].shape) == 4 else Format.TWO_X_NL_X_NBBS_NH_HS
-    return name, kv_caches
-
-
-def _pair_flat_list(layers: list[Leaf], hints: LayoutHints) -> list[list[Leaf]]:
-    """All K layers, then all V layers, each [NB * BS, NH, HS], as two lists of [NB, BS, NH, HS]."""
-    half, odd = divmod(len(layers), 2)
-    if odd:
-        raise ValueError(
-            f"kv_list_layout 'k_v' pairs array i with array i + half, but there are {len(layers)}; the last one, "
-            f"{list(layers[-1].shape)}, does not pair"
-        )
-    for layer, (k, v) in enumerate(zip(layers[:half], layers[half:], strict=True)):
-        if len(k.shape) != 3 or k.shape != v.shape or k.dtype != v.dtype:
-            raise ValueError(
-                f"kv_list_layout 'k_v' pairs arrays {layer} and {layer + half}, but K {list(k.shape)} of {k.dtype} and "
-                f"V {list(v.shape)} of {v.dtype} do not pair; both must be [NB * BS, NH, HS] of one shape and dtype"
-            )
-    return [[_split_blocks(layer, hints) for layer in layers[start : start + half]] for start in (0, half)]
-
-
-def _split_blocks(leaf: Leaf, hints: LayoutHints) -> Leaf:
-    """[NB * BS, ...] as [NB, BS, ...]."""
-    block_size = positive_hint(hints, "tokens_per_block")
-    num_blocks, rest = divmod(leaf.shape[0], block_size)
-    if rest:
-        raise ValueError(
-            f"array {list(leaf.shape)} has {leaf.shape[0]} slots, which is no multiple of the layout hint "
-            f"'tokens_per_block' {block_size}"
-        )
-    return _split_axis(leaf, 0, (num_blocks, block_size))
-
-
-def _trtllm_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    pool = kv_caches if _is_leaf(kv_caches) else kv_caches[0] if len(kv_caches) == 1 else None
-    if pool is None or not _is_leaf(pool) or len(pool.shape) not in (4, 6):
-        raise _unknown("TRT-LLM", kv_caches, "one pool [NB, NL, 2, NH * BS * HS] or [NB, NL, 2, NH, BS, HS]")
-    if len(pool.shape) == 4:
-        sizes = tuple(positive_hint(hints, key) for key in ("num_kv_heads", "tokens_per_block", "head_dim"))
-        if pool.shape[3] != sizes[0] * sizes[1] * sizes[2]:
-            raise ValueError(
-                f"a pool {list(pool.shape)} holds {pool.shape[3]} elements a plane, but the layout hints num_kv_heads, "
-                f"tokens_per_block and head_dim {list(sizes)} make {sizes[0] * sizes[1] * sizes[2]}"
-            )
-        pool = _split_axis(pool, 3, sizes)
-    return Format.NB_NL_TWO_NH_BS_HS, pool
-
-
-def _atom_layer(entry: Entry, hints: LayoutHints) -> tuple[Format, Entry]:
-    if isinstance(entry, list) or len(entry.shape) != 3:
-        raise _unknown("ATOM", entry, "a flat list of arrays [NB, BS, HS]")
-    return Format.NL_X_NB_BS_HS, entry
-
-
-def _atom_whole(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
-    raise _unknown("ATOM", kv_caches, "a flat list of arrays [NB, BS, HS]")
-
-
 def _mock(kv_caches: ArrayTree, hints: LayoutHints) -> tuple[Format, ArrayTree]:
     raise ValueError("the mock engine has no KV cache whose format could be detected; name the engine it stands for")
 
 
 _LAYER_NAMERS: dict[EngineType, Callable[[Any, LayoutHints], tuple[Format, Any]]] = {
-    EngineType.VLLM: _vllm_layer,
-    EngineType.SGLANG: _sglang_layer,
-    EngineType.ATOM: _atom_layer,
+    EngineType.VLLM: vllm.name_layer,
+    EngineType.SGLANG: sglang.name_layer,
+    EngineType.ATOM: atom.name_layer,
     EngineType.MOCK: _mock,
 }
 _WHOLE_NAMERS: dict[EngineType, Callable[[Any, LayoutHints], tuple[Format, Any]]] = {
-    EngineType.VLLM: _vllm_whole,
-    EngineType.SGLANG: _sglang_whole,
-    EngineType.TRTLLM: _trtllm_whole,
-    EngineType.ATOM: _atom_whole,
+    EngineType.VLLM: vllm.name_whole,
+    EngineType.SGLANG: sglang.name_whole,
+    EngineType.TRTLLM: trtllm.name_whole,
+    EngineType.ATOM: atom.name_whole,
     EngineType.MOCK: _mock,
 }
-
-
-def _split_axis(leaf: Leaf, axis: int, sizes: tuple[int, ...]) -> Leaf:
-    """One axis as several, row-major: a view for any stride, where ``reshape`` might copy. Sizes of 1 are tight."""
-    spec = leaf if isinstance(leaf, ArraySpec) else ArraySpec.of(leaf)
-    steps: list[int] = []
-    step = spec.stride[axis]
-    tight = spec.shape[axis + 1] * spec.stride[axis + 1] if axis + 1 < len(spec.shape) else 1
-    for size in reversed(sizes):
-        steps.append(tight if size == 1 else step)
-        step *= size
-        tight = size * steps[-1]
-    shape = (*spec.shape[:axis], *sizes, *spec.shape[axis + 1 :])
-    stride = (*spec.stride[:axis], *reversed(steps), *spec.stride[axis + 1 :])
-    if isinstance(leaf, ArraySpec):
-        return ArraySpec(shape, stride, spec.storage_offset, spec.dtype)
-    return restride(leaf, shape, tuple(step * leaf.dtype.itemsize for step in stride))
-
-
-def _unknown(engine: str, found: ArrayTree, wanted: str) -> ValueError:
-    return ValueError(f"no known {engine} layout is {_shapes(found)}; known are {wanted}")
-
-
-def _shapes(found: ArrayTree) -> str:
-    if _is_leaf(found):
-        return f"{list(found.shape)} of {found.dtype}"
-    return f"[{', '.join(_shapes(item) for item in found[:3])}{', ...' if len(found) > 3 else ''}]"

@@ -7,11 +7,12 @@ and the order of the axes in memory must not contradict the shape that was given
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvshm.contiguity import ArrayTree, axes_in_memory
 from kvshm.formats.detect import EngineType, block_axis_of
 from kvshm.formats.hints import LayoutHints, is_heads_first
+from kvshm.formats.leaves import leaves_of
 from kvshm.formats.names import EngineKVFormat as Format
 from kvshm.spec import ArraySpec
 
@@ -61,7 +62,7 @@ def _check_entry(
     where: str, entry: ArrayTree, format: Format, engine_type: EngineType, layout_hints: LayoutHints
 ) -> None:
     heads_first = is_heads_first(layout_hints)
-    for leaf in _leaves(entry):
+    for leaf in leaves_of(entry):
         if engine_type is EngineType.VLLM:
             rank = len(leaf.shape)
             if heads_first is None and (rank in (4, 5) or format.is_cross_layer):
@@ -94,11 +95,3 @@ def _check_order(where: str, leaf: ArraySpec, format: Format) -> None:
             f"would be taken for others than those of the shape; copy it to a contiguous array, or give its axes as "
             f"they lie in memory"
         )
-
-
-def _leaves(tree: ArrayTree) -> Iterator[ArraySpec]:
-    if isinstance(tree, ArraySpec):
-        yield tree
-    else:
-        for item in tree:
-            yield from _leaves(item)

@@ -16,8 +16,8 @@ from math import prod
 
 from kvshm.cache import MappedCache
 from kvshm.dtypes import dtype_from_name
-from kvshm.formats.detect import INDEX_PAGE_WIDTH
 from kvshm.formats.geometry import LATENT, PAGE, SPLIT
+from kvshm.formats.vllm import INDEX_PAGE_WIDTH
 from kvshm.layout import ObjectLayout
 from kvshm.layout.chunk import KernelGroupMeaning, object_meaning
 from kvshm.prefix import CHUNK_HASH_NBYTES

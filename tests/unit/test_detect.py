@@ -12,7 +12,7 @@ import pytest
 from kvshm.dtypes import DTYPES
 from kvshm.formats import EngineKVFormat as F
 from kvshm.formats import EngineType, detect_format, geometry, normalize_and_discover_per_layer_formats
-from kvshm.formats import detect as detect_module
+from kvshm.formats import vllm as vllm_module
 from kvshm.spec import ArraySpec
 
 F2 = np.dtype("float16")
@@ -102,9 +102,9 @@ def test_a_wrong_hint_is_refused_even_where_none_is_needed(caches: Any, hint: An
 @pytest.fixture
 def forget_warnings() -> Iterator[None]:
     """Each distinct warning is given once a process."""
-    detect_module._warn_of_default_layout.cache_clear()
+    vllm_module._warn_of_default_layout.cache_clear()
     yield
-    detect_module._warn_of_default_layout.cache_clear()
+    vllm_module._warn_of_default_layout.cache_clear()
 
 
 @pytest.mark.usefixtures("forget_warnings")
