@@ -36,7 +36,7 @@ class _Command:
         return function
 
 
-_EXTRAS = {"zmq": "server", "aiohttp": "http", "matplotlib": "plot"}  # package -> the extra that brings it
+_EXTRAS = {"zmq": "server", "matplotlib": "plot"}  # package -> the extra that brings it
 
 _COMMANDS = (
     _Command("demo", "two engines share one prompt's KV cache through a third process", "kvshm.demo.command"),

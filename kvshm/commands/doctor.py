@@ -107,11 +107,10 @@ def _look_at_packages() -> Iterator[Finding]:
             yield Finding("fail", name, f"{version}, older than {least}", f"pip install -U '{name}>={least}'")
         else:
             yield Finding("ok", name, version)
-    for name, extra in (("pyzmq", "server"), ("aiohttp", "http")):
-        try:
-            yield Finding("ok", name, importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding("ok", name, "not installed (optional)", f"for kvshm serve: pip install 'kvshm[{extra}]'")
+    try:
+        yield Finding("ok", "pyzmq", importlib.metadata.version("pyzmq"))
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("ok", "pyzmq", "not installed (optional)", "for kvshm serve: pip install 'kvshm[server]'")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class CacheServer:
         allow_remote: Bind an address that other hosts reach. There is no authentication.
         num_workers: Threads that copy; None: 2 to 4, by the number of processors.
         pool_name: Name of the pool's segment; None: a random one.
-        http_port: Serve ``/status``, ``/metrics`` and ``/cache/checksums`` there (needs ``kvshm[http]``); 0: any.
+        http_port: Serve ``/status``, ``/metrics`` and ``/cache/checksums`` there; 0: any.
         reap_after_s, grace_s: Silence after which an engine is dropped, if it ever pinged and if it never did.
         pin_ttl_s: How long a lookup pins what it found.
         prepare_ttl_s: How long slots are lent to an engine of LMCache's that copies by itself; one of kvshm's has them
@@ -170,11 +170,11 @@ class CacheServer:
             self._state = ServerState(self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit)
             self._service = CacheService(self._state, self.status, self._liveness)
             if self._http_port is not None:
-                from kvshm.server.http import HttpFrontend  # noqa: PLC0415  aiohttp is another extra
+                from kvshm.server.http import HttpFrontend  # noqa: PLC0415  most servers need none
 
                 self._http = HttpFrontend(self, self._http_port)
-                self._http.start()
                 undo.callback(self._http.close)
+                self._http.start()
             self._loop = threading.Thread(target=self._serve, name="kvshm-server", daemon=True)
             self._reserving = threading.Thread(target=self._reserve, name="kvshm-reserve", daemon=True)
             undo.pop_all()

@@ -1,21 +1,23 @@
 """The server's HTTP side: status, Prometheus metrics, and checksums of an engine's blocks.
 
-Runs in a thread of its own with its own event loop; it reads
-state in the server's loop and computes in its worker threads. ``POST /cache/checksums`` is what LMCache's bench client
-asks for.
+Each request has a thread, which reads state in the server's loop and computes in its worker threads.
+``POST /cache/checksums`` is what LMCache's bench client asks for.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import json
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
-from aiohttp import web
 from numpy.typing import NDArray
 
 from kvshm.cache import MappedCache
@@ -23,9 +25,11 @@ from kvshm.server.registrations import Registrations, ServerDriven
 
 __all__ = ["HttpFrontend", "block_checksums", "block_id_ranges", "metrics_text"]
 
-_START_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 30.0
 _HOST = "127.0.0.1"
+_MAX_BODY_NBYTES = 16 << 20
+
+_logger = logging.getLogger("kvshm")
 
 
 class Server(Protocol):
@@ -46,127 +50,137 @@ class Server(Protocol):
 
 
 class HttpFrontend:
-    """Serves HTTP on ``127.0.0.1:port`` (0: any free port)."""
+    """Serves HTTP on ``127.0.0.1:port`` (0: any free port).
+
+    Raises:
+        OSError: The port is taken.
+    """
 
     def __init__(self, server: Server, port: int) -> None:
-        self._server = server
-        self._port = port
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvshm-http", daemon=True)
-        self._loop = asyncio.new_event_loop()
+        self._http = ThreadingHTTPServer((_HOST, port), partial(_Handler, server))
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, name="kvshm-http", daemon=True)
 
     @property
     def url(self) -> str:
         """Where it serves."""
-        return f"http://{_HOST}:{self._port}"
+        return f"http://{_HOST}:{self._http.server_address[1]}"
 
     def start(self) -> None:
-        """Serve.
-
-        Raises:
-            OSError: The port is taken.
-            TimeoutError: It does not begin to serve.
-        """
+        """Serve."""
         self._thread.start()
-        if not self._ready.wait(_START_TIMEOUT_S):
-            raise TimeoutError(f"HTTP did not begin to serve on {self.url} within {_START_TIMEOUT_S} s")
-        if self._error is not None:
-            self._thread.join()
-            raise self._error
 
     def close(self) -> None:
         """Stop; idempotent."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._http.shutdown()
             self._thread.join()
+        self._http.server_close()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        runner = None
+
+class _Refused(Exception):
+    """A request that cannot be served."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = _CALL_TIMEOUT_S  # for a peer that sends or reads nothing
+
+    def __init__(self, server: Server, *arguments: Any) -> None:
+        self._server = server
+        super().__init__(*arguments)
+
+    def do_GET(self) -> None:
+        """Serve one of the pages."""
+        self._answer({"/healthcheck": self._healthcheck, "/status": self._status, "/metrics": self._metrics})
+
+    def do_POST(self) -> None:
+        """Serve checksums."""
+        self._answer({"/cache/checksums": self._checksums})
+
+    def _answer(self, routes: Mapping[str, Callable[[], Any]]) -> None:
+        code, kind = 200, "application/json"
         try:
-            runner = web.AppRunner(self._application(), access_log=None)
-            self._loop.run_until_complete(runner.setup())
-            site = web.TCPSite(runner, _HOST, self._port)
-            self._loop.run_until_complete(site.start())
-            self._port = runner.addresses[0][1]
-        except BaseException as error:  # raised by start()
-            self._error = error
-        else:
-            self._ready.set()
-            self._loop.run_forever()
-        finally:
-            if runner is not None:
-                self._loop.run_until_complete(runner.cleanup())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
-            self._ready.set()
+            route = routes.get(self.path.partition("?")[0])
+            if route is None:
+                raise _Refused(404, f"there is no {self.command} {self.path}")
+            result = route()
+        except _Refused as error:
+            code, result = error.code, {"detail": str(error)}
+        except Exception as error:  # always an answer
+            _logger.exception("kvshm server: %s %s failed", self.command, self.path)
+            code, result = 500, {"detail": repr(error)}
+        if isinstance(result, str):
+            kind = "text/plain; version=0.0.4; charset=utf-8"
+        body = (result if isinstance(result, str) else json.dumps(result)).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if code != 200:  # the request's body may not have been read
+            self.close_connection = True
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
 
-    def _application(self) -> web.Application:
-        application = web.Application()
-        application.router.add_get("/healthcheck", self._healthcheck)
-        application.router.add_get("/status", self._status)
-        application.router.add_get("/metrics", self._metrics)
-        application.router.add_post("/cache/checksums", self._checksums)
-        return application
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Requests are not logged."""
 
-    async def _in_loop(self, function: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, self._server.call, function)
+    def _healthcheck(self) -> Any:
+        self._server.call(lambda: None)
+        return {"status": "healthy"}
 
-    async def _healthcheck(self, request: web.Request) -> web.Response:
-        await self._in_loop(lambda: None)
-        return web.json_response({"status": "healthy"})
+    def _status(self) -> Any:
+        return self._server.call(self._server.status)
 
-    async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(await self._in_loop(self._server.status))
+    def _metrics(self) -> str:
+        return metrics_text(self._server.call(self._server.status))
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        text = metrics_text(await self._in_loop(self._server.status))
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def _checksums(self, request: web.Request) -> web.Response:
+    def _checksums(self) -> Any:
         try:
-            instance_id, block_ids, chunk_size, layerwise = _read_checksum_request(await request.json())
+            nbytes = int(self.headers.get("Content-Length", ""))
+            if not 0 <= nbytes <= _MAX_BODY_NBYTES:
+                raise ValueError(f"a body of {nbytes} bytes; at most {_MAX_BODY_NBYTES} are read")
+            instance_id, block_ids, chunk_size, layerwise = _read_checksum_request(json.loads(self.rfile.read(nbytes)))
         except ValueError as error:
-            return _refusal(422, f"{error}")
+            raise _Refused(422, str(error)) from None
         if not block_ids:
-            return _refusal(400, "block_ids is required")
+            raise _Refused(400, "block_ids is required")
         if chunk_size < 1:
-            return _refusal(400, "chunk_size must be positive")
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            raise _Refused(400, "chunk_size must be positive")
+        answer: Future[Any] = Future()
 
-        def tell(result: Any, reason: str | None) -> None:
-            def set_result() -> None:
-                if not answer.done():
-                    answer.set_result(result if reason is None else _refusal(500, reason))
-
-            self._loop.call_soon_threadsafe(set_result)
-
-        def begin() -> web.Response | None:
-            registration = next(
-                (known for known in self._server.registrations if known.instance_id == instance_id), None
-            )
+        def begin() -> None:
+            known = {each.instance_id: each for each in self._server.registrations}
+            registration = known.get(instance_id)
             if registration is None or not isinstance(registration.way, ServerDriven):
-                return _refusal(404, f"instance_id {instance_id} not registered")
+                raise _Refused(404, f"instance_id {instance_id} not registered")
             cache = registration.way.cache
             registration.begin_copy()
 
+            def work() -> Any:
+                try:
+                    return _checksum_answer(cache, block_ids, chunk_size, layerwise)
+                except _Refused as error:
+                    return error
+
             def done(result: Any, reason: str | None) -> None:
                 registration.end_copy()
-                tell(result, reason)
+                failure = result if reason is None else _Refused(500, reason)
+                if isinstance(failure, _Refused):
+                    answer.set_exception(failure)
+                else:
+                    answer.set_result(result)
 
-            self._server.submit(lambda: _checksum_answer(cache, block_ids, chunk_size, layerwise), done)
-            return None
+            self._server.submit(work, done)
 
-        refused: web.Response | None = await self._in_loop(begin)
-        if refused is not None:
-            return refused
-        response: web.Response = await asyncio.wait_for(answer, _CALL_TIMEOUT_S)
-        return response
-
-
-def _refusal(code: int, detail: str) -> web.Response:
-    return web.json_response({"detail": detail}, status=code)
+        self._server.call(begin)
+        return answer.result(_CALL_TIMEOUT_S)
 
 
 def _read_checksum_request(body: Any) -> tuple[int, list[int], int, bool]:
@@ -181,30 +195,28 @@ def _read_checksum_request(body: Any) -> tuple[int, list[int], int, bool]:
     return instance_id, block_ids, chunk_size, layerwise
 
 
-def _checksum_answer(cache: MappedCache, block_ids: list[int], chunk_size: int, layerwise: bool) -> web.Response:
+def _checksum_answer(cache: MappedCache, block_ids: list[int], chunk_size: int, layerwise: bool) -> Any:
     """In a worker thread."""
     axes = []
     for layer, format in enumerate(cache.format_per_layer()):
         # A list of layers with an axis of blocks.
         if format is None or format.lists != ("NL",) or "NB" not in format.axes:
             name = "a layer in no group" if format is None else f"KV format {format.name}"
-            return _refusal(501, f"checksum not supported for {name} (layer {layer})")
+            raise _Refused(501, f"checksum not supported for {name} (layer {layer})")
         axes.append(format.axes.index("NB"))
     layers = cache.arrays
     assert isinstance(layers, list)  # these formats are lists of layers
     if any(not 0 <= block < layer.shape[axis] for layer, axis in zip(layers, axes, strict=True) for block in block_ids):
-        return _refusal(400, "block_ids are out of range")
+        raise _Refused(400, "block_ids are out of range")
     checksums = block_checksums(layers, axes, block_ids, chunk_size, layerwise)
-    return web.json_response(
-        {
-            "status": "success",
-            "chunk_size": chunk_size,
-            "num_chunks": -(-len(block_ids) // chunk_size),
-            "chunk_checksums": checksums,
-            "layerwise": layerwise,
-            "block_id_ranges": block_id_ranges(block_ids),
-        }
-    )
+    return {
+        "status": "success",
+        "chunk_size": chunk_size,
+        "num_chunks": -(-len(block_ids) // chunk_size),
+        "chunk_checksums": checksums,
+        "layerwise": layerwise,
+        "block_id_ranges": block_id_ranges(block_ids),
+    }
 
 
 def block_checksums(

@@ -21,6 +21,7 @@ import pytest
 
 import kvshm
 from kvshm.client.cache_client import CacheClient
+from kvshm.shm import mappings
 from tests.support.cache_server import CHUNK, NHD, blocks_of, layers, running_server, wipe
 from tests.support.processes import ROOT, Peer, environment, run_python
 from tests.support.serving import ServeProcess
@@ -320,6 +321,11 @@ def test_http_status_and_metrics() -> None:
         assert values["kvshm_stores_total"] == "1"
         assert {line.split()[2] for line in text.splitlines() if line.startswith("#")} == values.keys()
         assert fetch(f"{url}/nothing")[0] == 404
+        assert fetch(f"{url}/status", {})[0] == 404, "there is no such POST"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as raw:
+            for _ in range(2):  # over one connection
+                raw.sendall(b"GET /healthcheck HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b"200 OK" in raw.recv(4096)
 
 
 def test_http_checksums() -> None:
@@ -363,6 +369,9 @@ def test_http_checksums() -> None:
                 assert got == code
                 assert detail in json.loads(text)["detail"]
             assert fetch(f"{url}/cache/checksums", [1])[0] == 422
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as raw:
+                raw.sendall(b"POST /cache/checksums HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n")
+                assert b" 422 " in raw.recv(4096), "so much is not read"
 
 
 def test_http_on_a_taken_port() -> None:
@@ -370,10 +379,10 @@ def test_http_on_a_taken_port() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        before = set(os.listdir("/dev/shm"))
-        with pytest.raises(OSError, match="address already in use"), running_server(http_port=port):
+        before = set(mappings._table.owned.values())
+        with pytest.raises(OSError, match="ddress already in use"), running_server(http_port=port):
             pass
-        assert set(os.listdir("/dev/shm")) == before
+        assert set(mappings._table.owned.values()) == before
 
 
 def test_http_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,11 +391,11 @@ def test_http_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any) -> Any:
         raise OverflowError("no such port")
 
-    monkeypatch.setattr(HttpFrontend, "_application", fail)
-    before = set(os.listdir("/dev/shm"))
+    monkeypatch.setattr(HttpFrontend, "start", fail)
+    before = set(mappings._table.owned.values())
     with pytest.raises(OverflowError, match="no such port"), running_server(http_port=0):
         pass
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(mappings._table.owned.values()) == before
 
 
 def test_a_bad_socket_path(tmp_path: Path) -> None:
