@@ -254,6 +254,7 @@ def test_a_stopped_server_holds_nobody_up() -> None:
         one, two = CacheClient(stopped.url, timeout_s=0.3), CacheClient(other.url)
         engine = one.register(layers(), "model", layout_hints=NHD)
         os.kill(stopped.pid, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1]), "a signal takes its time"
         try:
             assert engine.store(TOKENS, BLOCKS) == 0
             assert engine.store(TOKENS, BLOCKS) == 0
