@@ -18,7 +18,7 @@ from kvshm.client.sessions import EngineCache
 from kvshm.formats import EngineType, normalize_and_discover_per_layer_formats
 from kvshm.formats.detect import count_layers
 from kvshm.formats.hints import checked_hints
-from kvshm.formats.proof import check_is_told
+from kvshm.formats.proof import check_is_told, check_layout_is_hinted
 from kvshm.integers import checked_int
 from kvshm.layout import EngineGroupInfo, engine_group_layer_indices
 from kvshm.layout.engine_groups import checked_infos
@@ -142,10 +142,12 @@ class CacheClient(PlainOperations):
         null_block = _checked_null_block(null_block_id)
         engine, hints = EngineType(engine_type), checked_hints(layout_hints, is_strict=True)
         specs = _specs(kv_caches)
-        infos = _checked_groups(count_layers(specs, engine, hints), engine_group_infos, excluded_layers)
+        num_layers = count_layers(specs, engine, hints)
+        infos = _checked_groups(num_layers, engine_group_infos, excluded_layers)
         in_groups = engine_group_layer_indices(infos)
+        looked_at = {layer for group in in_groups for layer in group} if infos else set(range(num_layers))
+        check_layout_is_hinted(specs, looked_at, engine, hints)
         normalised, formats = normalize_and_discover_per_layer_formats(specs, in_groups, engine, hints)
-        looked_at = {layer for group in in_groups for layer in group} if infos else set(range(len(formats)))
         told = [format if layer in looked_at else None for layer, format in enumerate(formats)]
         check_is_told(specs, told, engine, hints)
         info = self._link.info()

@@ -7,16 +7,16 @@ and the order of the axes in memory must not contradict the shape that was given
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from kvshm.contiguity import ArrayTree, axes_in_memory
 from kvshm.formats.detect import EngineType, block_axis_of
 from kvshm.formats.hints import LayoutHints, is_heads_first
-from kvshm.formats.leaves import leaves_of
+from kvshm.formats.leaves import is_leaf, leaves_of
 from kvshm.formats.names import EngineKVFormat as Format
 from kvshm.spec import ArraySpec
 
-__all__ = ["check_is_told"]
+__all__ = ["check_is_told", "check_layout_is_hinted"]
 
 _HINT = 'pass layout_hints={"kv_layout": "NHD"} (slots before heads) or {"kv_layout": "HND"} (heads before slots)'
 
@@ -45,6 +45,32 @@ def check_is_told(
         _check_entry("the cache", kv_caches, first, engine_type, layout_hints)
 
 
+def check_layout_is_hinted(
+    kv_caches: ArrayTree, layers: Container[int], engine_type: EngineType, layout_hints: LayoutHints
+) -> None:
+    """Check that a vLLM engine says which of slots and heads come first, where its shapes do not.
+
+    For before the formats are known: detection would take HND, and say so.
+
+    Args:
+        kv_caches: As the engine holds them.
+        layers: Those that are looked at.
+
+    Raises:
+        ValueError: It does not say.
+    """
+    if engine_type is not EngineType.VLLM or is_leaf(kv_caches) or is_heads_first(layout_hints) is not None:
+        return
+    for layer, entry in enumerate(kv_caches):
+        for leaf in leaves_of(entry) if layer in layers else ():
+            if len(leaf.shape) in (4, 5):
+                raise _untold(f"layer {layer}", leaf)
+
+
+def _untold(where: str, leaf: ArraySpec) -> ValueError:
+    return ValueError(f"{where}: the shape {list(leaf.shape)} does not tell slots from heads; {_HINT}")
+
+
 def _check_hints(engine_type: EngineType, hints: LayoutHints) -> None:
     heads_first = is_heads_first(hints)
     slots_first_engines = (EngineType.SGLANG, EngineType.ATOM)
@@ -66,7 +92,7 @@ def _check_entry(
         if engine_type is EngineType.VLLM:
             rank = len(leaf.shape)
             if heads_first is None and (rank in (4, 5) or format.is_cross_layer):
-                raise ValueError(f"{where}: the shape {list(leaf.shape)} does not tell slots from heads; {_HINT}")
+                raise _untold(where, leaf)
             if format.is_cross_layer and heads_first:
                 raise ValueError(
                     f"{where}: an array for all layers {list(leaf.shape)} is read slots before heads, but the layout "

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import kvshm
 from kvshm import wire
 from kvshm.client.cache_client import CacheClient, CacheServerError
+from kvshm.formats import vllm
 from kvshm.layout import EngineGroupInfo
 from kvshm.server.cache_server import CacheServer
 from tests.support.cache_server import NHD, RawClient, running_server
@@ -405,6 +406,16 @@ class TestLayoutsByGuess:
                 wanted = arrays[0][:, [1, 2]].copy()
                 assert engine.retrieve([1, 2], [3, 4]) == 2
                 assert np.array_equal(arrays[0][:, [3, 4]], wanted)
+
+    def test_a_refused_layout_is_not_warned_of(
+        self, client: CacheClient, mode: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """That HND is taken is said where it is taken."""
+        vllm._warn_of_default_layout.cache_clear()
+        for array in numbered((2, 5, 1, 2, 1), (5, 2, 2, 3)):
+            with pytest.raises(ValueError, match=r"layer 0: the shape .* does not tell slots from heads"):
+                client.register([array], "m", transfer_mode=mode)
+        assert "HND is taken" not in caplog.text
 
     def test_hints_that_are_none(self, client: CacheClient, mode: Any) -> None:
         arrays = numbered((2, 5, 1, 2, 1))
