@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -49,7 +50,6 @@ _TICK_S = 0.5
 _IDLE_MS = 250
 _MAX_LAST_REQUESTS = 1000
 _WAKER_ENDPOINT = "inproc://loop"
-_WAKER_ID = b"\0kvshm"
 _NIL = wire.pack(None)
 
 _logger = logging.getLogger("kvshm")
@@ -157,7 +157,9 @@ class CacheServer:
             self._socket.bind(_WAKER_ENDPOINT)
             self._waker = self._context.socket(zmq.DEALER)
             undo.callback(self._waker.close, 0)
-            self._waker.setsockopt(zmq.IDENTITY, _WAKER_ID)
+            # Random, so that no peer can take its place under its routing id.
+            self._waker_id = secrets.token_bytes(16)
+            self._waker.setsockopt(zmq.ROUTING_ID, self._waker_id)
             self._waker.connect(_WAKER_ENDPOINT)
             self._endpoint = bind(self._socket, self._wanted_endpoint)
             undo.callback(self._forget_endpoint)
@@ -309,7 +311,7 @@ class CacheServer:
         except zmq.Again:
             return
         try:
-            if frames[0] == _WAKER_ID:
+            if frames[0] == self._waker_id:
                 self._jobs.finish()
             else:
                 self._handle(frames)

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+import zmq
 
 import kvshm
 from kvshm import Segment
@@ -76,6 +77,27 @@ def test_the_small_operations(raw: RawClient) -> None:
     assert raw.ask(10, "nobody", 0.5) == [0]
     assert raw.ask(2, 99) == []
     assert raw.ask(15, 99) == []
+
+
+def test_a_client_takes_its_routing_id_along(server: CacheServer) -> None:
+    """One that connects anew under it is answered, and nobody takes the place of the server's own waker."""
+    context = zmq.Context()
+    sockets = []
+    for routing_id in (b"kvshm:one", b"kvshm:one", b"\0kvshm"):
+        sock = context.socket(zmq.DEALER)
+        sockets.append(sock)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVTIMEO, 20_000)
+        sock.setsockopt(zmq.ROUTING_ID, routing_id)
+        sock.connect(server.endpoint)
+        sock.send_multipart([msgpack.packb(1), msgpack.packb(24)])
+        assert sock.recv_multipart()[2] == msgpack.packb("OK")
+        with RawClient(server.endpoint) as raw:  # what a worker thread has done is noticed
+            assert raw.register(layers()) == []
+            assert raw.ask(2, 1) == []
+    for sock in sockets:
+        sock.close()
+    context.term()
 
 
 def test_the_reply_repeats_uid_and_operation_byte_by_byte(raw: RawClient) -> None:
