@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import pickle
@@ -398,8 +399,8 @@ def test_byte_access_to_dtypes_that_have_no_buffers() -> None:
     assert mapped.view(np.uint16).tolist() == [0x3F80, 0x7FC1, 0xFFFF, 0x8000]
     with pytest.raises((BufferError, ValueError, RuntimeError)):
         memoryview(array).cast("B")  # type: ignore[arg-type]
-    with pytest.raises(BufferError):
-        np.from_dlpack(array)
+    with contextlib.suppress(BufferError):  # DLPack has bfloat16; whether NumPy hands it over depends on the versions
+        assert np.from_dlpack(array).view(np.uint16).tolist() == [0x3F80, 0x7FC1, 0xFFFF, 0x8000]
     assert np.from_dlpack(array.view(np.uint16)).tolist() == [0x3F80, 0x7FC1, 0xFFFF, 0x8000]
 
 
