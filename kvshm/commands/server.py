@@ -12,6 +12,7 @@ import sys
 import threading
 from typing import Any
 
+from kvshm.server.settings import DEFAULTS
 from kvshm.units import format_nbytes, parse_nbytes
 
 __all__ = ["add_serve_arguments", "add_status_arguments", "run_serve", "run_status"]
@@ -28,23 +29,41 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--endpoint", metavar="URL", help="tcp://HOST:PORT or ipc://PATH instead")
     parser.add_argument("--allow-remote", action="store_true", help="let --endpoint be reached from other hosts")
     parser.add_argument(
-        "--capacity", type=_nbytes, default=1 << 30, metavar="SIZE", help="size of the cache, such as 4GiB (1GiB)"
+        "--capacity",
+        type=_nbytes,
+        default=DEFAULTS.capacity,
+        metavar="SIZE",
+        help="size of the cache, such as 4GiB (1GiB)",
     )
-    parser.add_argument("--chunk-size", type=int, default=256, metavar="TOKENS", help="tokens of a chunk (%(default)s)")
     parser.add_argument(
-        "--null-block-id", type=int, default=0, metavar="ID", help="the block that stands for no data (%(default)s)"
+        "--chunk-size", type=int, default=DEFAULTS.chunk_size, metavar="TOKENS", help="tokens of a chunk (%(default)s)"
+    )
+    parser.add_argument(
+        "--null-block-id",
+        type=int,
+        default=DEFAULTS.null_block_id,
+        metavar="ID",
+        help="the block that stands for no data (%(default)s)",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="threads that copy (2 to 4, by the processors)")
     parser.add_argument("--shm-name", metavar="NAME", help="name of the pool's segment (a random one)")
     parser.add_argument("--http-port", type=int, metavar="PORT", help="serve /status and /metrics there; 0: any")
     parser.add_argument(
-        "--reap-after", type=float, default=30.0, metavar="S", help="drop an engine that fell silent (%(default)s)"
+        "--reap-after",
+        type=float,
+        default=DEFAULTS.reap_after_s,
+        metavar="S",
+        help="drop an engine that fell silent (%(default)s)",
     )
     parser.add_argument(
-        "--grace", type=float, default=3600.0, metavar="S", help="drop one that never pinged (%(default)s)"
+        "--grace", type=float, default=DEFAULTS.grace_s, metavar="S", help="drop one that never pinged (%(default)s)"
     )
     parser.add_argument(
-        "--pin-ttl", type=float, default=300.0, metavar="S", help="how long a lookup locks chunks (%(default)s)"
+        "--pin-ttl",
+        type=float,
+        default=DEFAULTS.pin_ttl_s,
+        metavar="S",
+        help="how long a lookup pins chunks (%(default)s)",
     )
     parser.add_argument(
         "--verify", action="store_true", help="gather twice and compare, to find engines that write meanwhile"

@@ -37,7 +37,8 @@ from kvshm.server.endpoints import bind, checked_endpoint, remove_socket_file
 from kvshm.server.jobs import Done, JobPool
 from kvshm.server.registrations import EngineDriven, NotRegisteredError, Registration, Registrations
 from kvshm.server.service import CacheService
-from kvshm.server.state import DEFERRED, Refused, ServerState, Settings
+from kvshm.server.settings import DEFAULTS, Settings
+from kvshm.server.state import DEFERRED, Refused, ServerState
 from kvshm.shm.liveness import Liveness
 from kvshm.store.chunk_store import ChunkStore
 from kvshm.store.pool_memory import PoolMemory
@@ -81,29 +82,28 @@ class CacheServer:
     def __init__(
         self,
         endpoint: str = "tcp://127.0.0.1:5555",
-        capacity: int = 1 << 30,
-        chunk_size: int = 256,
-        null_block_id: int | None = 0,
+        capacity: int = DEFAULTS.capacity,
+        chunk_size: int = DEFAULTS.chunk_size,
+        null_block_id: int | None = DEFAULTS.null_block_id,
         *,
         allow_remote: bool = False,
         num_workers: int | None = None,
         pool_name: str | None = None,
         http_port: int | None = None,
-        reap_after_s: float = 30.0,
-        grace_s: float = 3600.0,
-        pin_ttl_s: float = 300.0,
-        prepare_ttl_s: float = 600.0,
-        verify: bool = False,
+        reap_after_s: float = DEFAULTS.reap_after_s,
+        grace_s: float = DEFAULTS.grace_s,
+        pin_ttl_s: float = DEFAULTS.pin_ttl_s,
+        prepare_ttl_s: float = DEFAULTS.prepare_ttl_s,
+        verify: bool = DEFAULTS.verify,
     ) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity} bytes; a cache needs at least 1")
         if num_workers is not None and num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; at least 1 thread must copy")
         if http_port is not None and not 0 <= http_port < 1 << 16:
             raise ValueError(f"http_port is {http_port}; a port is a number from 0 (any free one) to 65535")
         self._wanted_endpoint = checked_endpoint(endpoint, allow_remote)
-        self._capacity = capacity
-        self._settings = Settings(chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s, verify)
+        self._settings = Settings(
+            capacity, chunk_size, null_block_id, reap_after_s, grace_s, pin_ttl_s, prepare_ttl_s, verify
+        )
         self._num_workers = num_workers or max(2, min(4, os.cpu_count() or 1))
         self._pool_name = pool_name
         self._http_port = http_port
@@ -117,7 +117,7 @@ class CacheServer:
 
     def __repr__(self) -> str:
         where = "not running" if self._endpoint is None else f"at {self._endpoint}"
-        return f"CacheServer({self._capacity} bytes, chunks of {self._settings.chunk_size} tokens, {where})"
+        return f"CacheServer({self._settings.capacity} bytes, chunks of {self._settings.chunk_size} tokens, {where})"
 
     @property
     def endpoint(self) -> str:
@@ -163,13 +163,15 @@ class CacheServer:
             self._waker.connect(_WAKER_ENDPOINT)
             self._endpoint = bind(self._socket, self._wanted_endpoint)
             undo.callback(self._forget_endpoint)
-            self._pool = PoolMemory(SlabAllocator(self._capacity).nbytes, self._pool_name)
+            self._pool = PoolMemory(SlabAllocator(self._settings.capacity).nbytes, self._pool_name)
             undo.callback(self._pool.close)
             self._liveness = Liveness()
             undo.callback(self._liveness.close)
             self._jobs = JobPool(self._num_workers, self._wake)
             undo.callback(self._jobs.close)
-            self._state = ServerState(self._settings, ChunkStore(self._capacity), self._pool, self._jobs.submit)
+            self._state = ServerState(
+                self._settings, ChunkStore(self._settings.capacity), self._pool, self._jobs.submit
+            )
             self._service = CacheService(self._state, self.status, self._liveness)
             if self._http_port is not None:
                 from kvshm.server.http import HttpFrontend  # noqa: PLC0415  most servers need none

@@ -1,4 +1,4 @@
-"""What all operations of the cache server share: its state, its settings, and what is derived from a request's key.
+"""What all operations of the cache server share: its state, and what is derived from a request's key.
 
 One thread, the server's loop, uses everything here.
 """
@@ -23,11 +23,11 @@ from kvshm.server.jobs import Done
 from kvshm.server.loans import Loans
 from kvshm.server.lookups import EngineLookups, PlainLookups, Scope
 from kvshm.server.registrations import Registration, Registrations, ServerDriven, object_keys, scope_of_engine
+from kvshm.server.settings import Settings
 from kvshm.store.chunk_store import ChunkStore, Entry
 from kvshm.store.pool_memory import PoolMemory
-from kvshm.units import checked_seconds
 
-__all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "Settings", "scope_of", "worker_of"]
+__all__ = ["DEFERRED", "Call", "Counters", "Refused", "ServerState", "scope_of", "worker_of"]
 
 DEFERRED = object()
 """What an operation returns that answers its call later."""
@@ -51,29 +51,6 @@ class Call(Protocol):
 
     def fail(self, reason: str) -> None:
         """Send the operation's failure value and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What an operator may choose. Times in seconds.
-
-    Raises:
-        ValueError: A number that makes no sense.
-    """
-
-    chunk_size: int = 256  # tokens
-    null_block_id: int | None = 0  # None: there is none
-    reap_after_s: float = 30.0  # silence of an engine that ever pinged
-    grace_s: float = 3600.0  # silence of one that never did
-    pin_ttl_s: float = 300.0  # of what a lookup found
-    prepare_ttl_s: float = 600.0  # of slots lent to an engine without a liveness segment
-    verify: bool = False  # gather twice and compare, to find engines that write to blocks while they are stored
-
-    def __post_init__(self) -> None:
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size is {self.chunk_size} tokens; it must be at least 1")
-        for name in ("reap_after_s", "grace_s", "pin_ttl_s", "prepare_ttl_s"):
-            checked_seconds(name, getattr(self, name))
 
 
 @dataclass(slots=True)
