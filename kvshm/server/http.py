@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,8 +58,7 @@ class HttpFrontend:
     """
 
     def __init__(self, server: Server, port: int) -> None:
-        self._http = ThreadingHTTPServer((_HOST, port), partial(_Handler, server))
-        self._http.daemon_threads = True
+        self._http = _Listener((_HOST, port), partial(_Handler, server))
         self._thread = threading.Thread(target=self._http.serve_forever, name="kvshm-http", daemon=True)
 
     @property
@@ -78,6 +78,14 @@ class HttpFrontend:
         self._http.server_close()
 
 
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer went away in the middle of a request or an answer."""
+        _logger.info("kvshm server: an HTTP connection broke: %s", sys.exc_info()[1])
+
+
 class _Refused(Exception):
     """A request that cannot be served."""
 
@@ -91,6 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = _CALL_TIMEOUT_S  # for a peer that sends or reads nothing
+    wbufsize = -1  # head and body in one piece
 
     def __init__(self, server: Server, *arguments: Any) -> None:
         self._server = server

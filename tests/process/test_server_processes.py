@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -323,10 +324,11 @@ def test_http_status_and_metrics() -> None:
         assert {line.split()[2] for line in text.splitlines() if line.startswith("#")} == values.keys()
         assert fetch(f"{url}/nothing")[0] == 404
         assert fetch(f"{url}/status", {})[0] == 404, "there is no such POST"
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=30) as raw:
-            for _ in range(2):  # over one connection
-                raw.sendall(b"GET /healthcheck HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert b"200 OK" in raw.recv(4096)
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        for _ in range(2):  # over one connection
+            connection.request("GET", "/healthcheck")
+            assert connection.getresponse().read() == b'{"status": "healthy"}'
+        connection.close()
 
 
 def test_http_checksums() -> None:
