@@ -598,6 +598,21 @@ def test_an_engine_gives_back_what_it_does_not_use(server: CacheServer, raw: Raw
         assert status(server)["objects"]["unfinished"] == 0
 
 
+def test_each_transfer_has_its_own_loan(server: CacheServer, raw: RawClient) -> None:
+    tokens = token_array(TOKENS).tobytes()
+    with borrower(raw):
+        raw.ask("kvshm_commit_store", 8, "loan")
+        assert len(raw.ask("kvshm_prepare_retrieve", 8, None, "read", tokens)) == 1
+        _, reason, _ = raw.ask("kvshm_prepare_retrieve", 8, None, "read", tokens)
+        assert "give each transfer its own id" in reason
+        assert status(server)["objects"]["pinned"] == 3
+        assert raw.ask("kvshm_commit_retrieve", 8, "read") == [True]
+        for number in range(1100):
+            raw.ask("kvshm_give_back", 8, str(number))
+        assert len(server._state.loans._given_back) == 1000, "bounded"
+        assert "its own id" in raw.ask("kvshm_prepare_retrieve", 8, None, "1099", tokens)[1]
+
+
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [([], "of 0 object groups, but there are 1"), ([[3]], "with 3 chunks"), ([[0], [0]], "of 2 object groups")],
@@ -791,6 +806,19 @@ def test_silent_engines_are_reaped() -> None:
         let_pass(server, 2)
         assert [engine["instance_id"] for engine in status(server)["instances"]] == [2, 3]
         assert status(server)["counters"]["reaped"] == 1
+
+
+def test_every_request_renews_the_lease_of_the_engine_that_it_names() -> None:
+    with running_server() as server, RawClient(server.endpoint) as raw:
+        raw.register(layers(), 1)
+        raw.ask(22, 1)
+        for operation in (6, 7):
+            let_pass(server, 29)
+            raw.ask(operation, key_map(TOKENS), 1, [BLOCKS], b"")
+        let_pass(server, 29)
+        assert len(status(server)["instances"]) == 1
+        let_pass(server, 2)
+        assert status(server)["instances"] == []
 
 
 def test_engines_that_never_ping_have_the_longer_time() -> None:
