@@ -11,12 +11,24 @@ from typing import Any
 import pytest
 import zmq
 
+import kvshm
 from kvshm import wire
 from kvshm.client import lmcache_server
 from kvshm.client.cache_client import CacheClient, CacheServerError
-from tests.support.cache_server import CHUNK, NHD, layers
+from tests.support.cache_server import CHUNK, CHUNK_NBYTES, NHD, blocks_of, layers
 
-NAMES = {6: "store", 7: "retrieve", 8: "lookup", 10: "wait", 12: "free_lookup_locks", 13: "end_session"}
+NAMES = {
+    16: "prepare_store",
+    17: "commit_store",
+    18: "prepare_retrieve",
+    19: "commit_retrieve",
+    6: "store",
+    7: "retrieve",
+    8: "lookup",
+    10: "wait",
+    12: "free_lookup_locks",
+    13: "end_session",
+}
 TOKENS = list(range(100, 100 + 3 * CHUNK))
 BLOCKS = [5, 3, 11, 2, 7, 13]
 
@@ -30,6 +42,8 @@ class Standing:
         self.stores = 0  # chunks that they find once a store came
         self.asked: list[tuple[str, list[Any]]] = []
         self.url = ""
+        self.pool = ""  # a segment that engine-driven engines are lent slots of
+        self.slots: list[dict[str, int]] = []
 
     def answer(self, operation: int | str, payload: list[Any]) -> list[Any] | None:
         """The frames after uid and operation; None: no reply at all, as for what it does not know."""
@@ -37,12 +51,17 @@ class Standing:
             return None
         if operation in NAMES:
             self.asked.append((NAMES[operation], payload))
-            if operation == 6 and self.stores:
+            if operation in (6, 17) and self.stores:
                 self.found = self.stores
         replies: dict[int, list[Any]] = {
             6: [[b"e", True] if self.knows else [b"", False]],
             7: [[b"e", True] if self.knows else [b"", False]],
             10: [self.found],
+            14: [{"shm_name": self.pool.lstrip("/"), "pool_size": 4 * CHUNK_NBYTES}],
+            16: [{"context": {"slots": self.slots, "chunk_indices": list(range(len(self.slots)))}}],
+            17: [True],
+            18: [{"success": True, "data": b"", "context": {"slots": self.slots}}],
+            19: [True],
             21: [CHUNK],
             22: [True],
         }
@@ -85,10 +104,10 @@ def server() -> Iterator[Standing]:
 
 
 @contextmanager
-def engine_of(server: Standing, **settings: Any) -> Iterator[Any]:
+def engine_of(server: Standing, arrays: Any = None, **settings: Any) -> Iterator[Any]:
     """An engine that is registered with it."""
     with CacheClient(server.url, heartbeat_s=1000.0, raises=True) as client:
-        engine = client.register(layers(), "model", layout_hints=NHD, **settings)
+        engine = client.register(arrays or layers(), "model", layout_hints=NHD, **settings)
         server.take_asked()
         yield engine
 
@@ -208,6 +227,33 @@ def test_lookups_do_not_outlive_a_registration(server: Standing) -> None:
         server.take_asked()
         assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
         assert names(server.take_asked()) == ["lookup", "wait", "retrieve", "end_session"]
+
+
+def test_slots_past_half_their_loan_are_not_used(
+    server: Standing, monkeypatch: pytest.MonkeyPatch, segment_name: str
+) -> None:
+    # It lends them to others when their time is over, and says nothing.
+    with kvshm.Segment.create(4 * CHUNK_NBYTES, segment_name) as segment:
+        pool = segment.array((4 * CHUNK_NBYTES,), "uint8")
+        server.pool, server.stores = segment_name, 3
+        server.slots = [{"offset": index * CHUNK_NBYTES, "length": CHUNK_NBYTES} for index in range(3)]
+        arrays = [array.copy() for array in layers()]
+        with engine_of(server, arrays, transfer_mode="engine_driven") as engine:
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+            assert engine.retrieve(TOKENS, BLOCKS) == 3 * CHUNK
+            wanted = blocks_of(arrays, BLOCKS)
+            pool[:] = 0
+            monkeypatch.setattr(lmcache_server, "_LOAN_S", 0.0)
+            server.take_asked()
+            with pytest.raises(CacheServerError, match="lent too long ago"):
+                engine.store(TOKENS, BLOCKS)
+            assert "commit_store" not in names(server.take_asked())
+            assert not pool.any()
+            with pytest.raises(CacheServerError, match="lent too long ago"):
+                engine.retrieve(TOKENS, BLOCKS)
+            assert "commit_retrieve" in names(server.take_asked())
+            assert blocks_of(arrays, BLOCKS) == wanted
+        del pool
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])
