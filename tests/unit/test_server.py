@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -688,6 +689,56 @@ def test_a_retrieve_that_begins_too_late_writes_nothing(raw: RawClient) -> None:
     value, reason, _ = raw.ask("kvshm_store", 5, token_array([9] * CHUNK).tobytes(), [ids[0][:16]], 0)
     assert (value, "after its client's time limit" in reason) == (0, True)
     raw.ask("kvshm_unregister", 5)
+
+
+def register_kvshm(raw: RawClient, instance_id: int) -> Any:
+    """A server-driven engine of kvshm's client; its layers."""
+    arrays = layers()
+    descriptors = [msgpack.ExtType(1, kvshm.wrap(array).to_bytes()) for array in arrays]
+    assert raw.ask("kvshm_register_server_driven", instance_id, IDENTITY, descriptors, "vllm", NHD, [], 0) == []
+    return arrays
+
+
+def test_what_a_reaped_engine_pinned_is_released() -> None:
+    with running_server() as server, RawClient(server.endpoint) as raw:
+        arrays = register_kvshm(raw, 5)
+        tokens = token_array(TOKENS).tobytes()
+        later = time.monotonic_ns() + 10**11
+        assert raw.ask("kvshm_store", 5, tokens, [token_array(BLOCKS).tobytes()], later) == [3]
+        for request in (None, "r"):
+            assert raw.ask("kvshm_lookup", 5, request, tokens) == [3]
+        raw.ask(22, 5)
+        assert status(server)["lookups"] == {"open": 2, "pins": 6}
+        let_pass(server, 31)
+        assert status(server)["counters"]["reaped"] == 1
+        assert status(server)["lookups"] == {"open": 0, "pins": 0}
+        del arrays
+
+
+def test_an_engine_is_settled_when_no_copy_runs(
+    server: CacheServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
+    running, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        running.set()
+        assert go_on.wait(20)
+
+    arrays = register_kvshm(raw, 5)
+    monkeypatch.setattr(copies, "gather_chunks", slow)
+    later = time.monotonic_ns() + 10**11
+    store = raw.send("kvshm_store", 5, token_array(TOKENS).tobytes(), [token_array(BLOCKS).tobytes()], later)
+    assert running.wait(20)
+    settle = raw.send("kvshm_settle", 5)
+    noop = raw.send(24)
+    assert raw.reply()[0] == noop, "a copy runs"
+    go_on.set()
+    assert {raw.reply()[0], raw.reply()[0]} == {store, settle}
+    assert raw.ask("kvshm_settle", 5) == []
+    assert raw.ask("kvshm_settle", 77) == [], "nor on the memory of one that is not there"
+    raw.ask("kvshm_unregister", 5)
+    del arrays
 
 
 def test_data_is_refused(raw: RawClient, tmp_path: Path) -> None:
