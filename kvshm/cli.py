@@ -1,7 +1,7 @@
 """The command line: which commands there are. Each command's code is imported when it is called, not before.
 
-A command is a module with ``add_arguments(parser)`` and ``run(args)``, which gives the exit code: 0 when what was asked
-for was done, 1 when it was not, 2 when it was asked wrongly or an optional part is not installed.
+A command is a module with ``add_arguments(parser)`` and ``run(args)``, which returns the exit code: 0 when what was
+asked for was done, 1 when it was not, 2 when it was asked wrongly or an optional part is not installed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _sentence(help_text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code."""
+    """Run one command; returns the exit code."""
     try:
         args = _parser().parse_args(argv)
         command: _Command = args.command

@@ -33,7 +33,7 @@ def storage_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
     Axes go by falling stride, those of size 1 inside others of the same stride. An axis of size 1 takes part in
     this only if all of them have the stride that a dense array would give them in that order: with one head, its
-    stride alone tells [slot, head] from [head, slot]. Else those strides mean nothing, and the axes of size 1
+    stride alone distinguishes [slot, head] from [head, slot]. Else those strides mean nothing, and the axes of size 1
     keep their places while the others are ordered around them.
     """
     axes = range(len(shape))
@@ -110,7 +110,7 @@ def axes_in_memory(leaf: ArraySpec | Array) -> tuple[int, ...]:
 
 
 def _is_in_order(array: Array) -> bool:
-    """Whether nothing is to be done, told without a look at the strides."""
+    """Whether nothing is to be done, found without a look at the strides."""
     return bool(array.flags.c_contiguous) and array.size > 1 and 1 not in array.shape
 
 
@@ -134,7 +134,7 @@ def _permuted_array(array: Array) -> Array:
 def attempt_permute_to_contiguous_view(x: ArrayTree) -> ArrayTree:
     """The same bytes with the axes in memory order: contiguous, or padded along the first axis alone.
 
-    Takes arrays or specs, or nested lists of them, and gives the same kind back, never a copy. Axes of size 1
+    Takes arrays or specs, or nested lists of them, and returns the same kind, never a copy. Axes of size 1
     come back with the tight stride; arrays without elements come back as they are.
 
     >>> heads_first = np.zeros((7, 3, 5, 2)).transpose(0, 2, 1, 3)  # stored [7, 3, 5, 2], exposed [7, 5, 3, 2]

@@ -44,7 +44,7 @@ class HostEvent:
             RuntimeError: One of the two was never recorded.
         """
         if self._time_ns is None or end_event._time_ns is None:
-            raise RuntimeError("both events must be recorded before the time between them can be told")
+            raise RuntimeError("both events must be recorded before the time between them is known")
         return (end_event._time_ns - self._time_ns) / 1e6
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class HostStream:
         """Make later work wait for another stream, whose work is done already."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record ``event``, or a new one, and give it back."""
+        """Record ``event``, or a new one, and return it."""
         event = HostEvent() if event is None else event
         event.record(self)
         return event

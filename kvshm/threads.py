@@ -1,4 +1,4 @@
-"""A few threads that copy side by side. NumPy lets go of the interpreter's lock while it copies.
+"""A few threads that copy side by side. NumPy releases the interpreter's lock while it copies.
 
 The threads are shared by all transfers of a process and start with the first that needs them. The calling thread
 always works too, so a transfer never waits for helpers that are busy elsewhere.
@@ -27,7 +27,7 @@ MOST_THREADS = 32  # of all transfers together, the calling ones aside
 
 
 def default_num_threads(nbytes: int) -> int:
-    """Threads for a transfer of so many bytes.
+    """Threads for a transfer of ``nbytes`` bytes.
 
     Raises:
         ValueError: An environment variable is no number, or too small.

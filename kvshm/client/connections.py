@@ -103,7 +103,7 @@ class Connection:
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, operation: bytes, payload: Sequence[bytes], deadline: float) -> int:
-        """Send a request and give its uid.
+        """Send a request and return its uid.
 
         Raises:
             ServerUnreachableError: The server is not there.

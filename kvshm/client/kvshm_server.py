@@ -115,7 +115,7 @@ class ServerDriven(_Session):
         return self._unregister(timeout_s)
 
     def close(self) -> None:
-        """Nothing of the server's is held here."""
+        """There is nothing of the server's here."""
 
     def store(self, tokens: Tokens, ids: BlockIds) -> int:
         """Store the chunks that there is data of; returns how many a lookup finds then."""
@@ -233,7 +233,7 @@ class EngineDriven(_Session):
 
     @contextmanager
     def _borrowing(self) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-        """An id for slots to be lent, and the pool that they are in. Whatever ends this gives back what was lent."""
+        """An id for slots to be lent, and the pool that they are in. Whatever ends this returns what was lent."""
         loan_id = new_id()
         with self._copies.running():
             pool = self._pool

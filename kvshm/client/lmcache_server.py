@@ -268,7 +268,7 @@ class _Session:
                 self._link.free_lookup_locks(replace(key, worker_id=other))
 
     def _use_share(self, tokens: Tokens, request_id: str) -> None:
-        """Another worker's lookup of this request pinned chunks for this one too: give them up, once.
+        """Another worker's lookup of this request pinned chunks for this one too: release them, once.
 
         Pins there are anonymous counts: giving them up twice would take another request's.
         """
@@ -365,7 +365,7 @@ class ServerDriven(_Session):
         return False
 
     def close(self) -> None:
-        """Nothing of the server's is held here."""
+        """There is nothing of the server's here."""
 
     def _cannot_skip(self, skip_first_n_tokens: int) -> bool:
         for index, group in enumerate(self.manager.kernel_groups):

@@ -116,7 +116,7 @@ class Requests:
             self._late.clear()
 
     def disconnect(self) -> None:
-        """Close the connections of late requests; whether those are over tells the server's death alone from now on."""
+        """Close the connections of late requests; from now on only the server's death shows that those are over."""
         with self._lock:
             self._drop_settled()
             for late in self._late:

@@ -29,8 +29,8 @@ SPLIT, LATENT, PAGE = "K and V apart", "latent", "page"
 class Geometry:
     """A normalised cache read through its format. Sizes come from the arrays, positions of axes from the name.
 
-    ``normalised`` is what :func:`kvshm.formats.detect_format` gives: an array, a list of them, or lists in a list. Of a
-    list whose layers have several formats it reads those of this one.
+    ``normalised`` is what :func:`kvshm.formats.detect_format` returns: an array, a list of them, or lists in a list.
+    Of a list whose layers have several formats it reads those of this one.
     """
 
     normalised: ArrayTree
@@ -128,7 +128,7 @@ class Geometry:
         return cast(DType, self.leaves(layer)[0].dtype)
 
     def packing(self, layer: int) -> str:
-        """How the elements of a slot are packed in a chunk: tells apart rows of one length that mean different things.
+        """How the elements of a slot are packed in a chunk: rows of one length may mean different things.
 
         K and V in planes of their own, [K|V] of each head, several planes side by side, one latent, K or V alone, or a
         page that is no row of tokens.

@@ -122,7 +122,7 @@ class EngineKVFormat(IntEnum):
 
     @property
     def kv_size(self) -> int:
-        """Planes of a chunk: 2 where K and V can be told apart, 1 where they are packed or there is but one."""
+        """Planes of a chunk: 2 where K and V are apart, 1 where they are packed or there is but one."""
         return 1 if self.is_fused_packed or "TWO" not in self.lists + self.axes else 2
 
     @property

@@ -1,6 +1,6 @@
 """How a cache is cut into chunk objects: which layers move together, in what order, and how many bytes each takes.
 
-``engine_groups`` is what an engine tells of its layers, ``groups`` makes kernel groups and object groups of it,
+``engine_groups`` is what an engine says of its layers, ``groups`` makes kernel groups and object groups of it,
 ``moves`` says which blocks a store reads and a retrieve writes, ``block_ids`` works on plain lists of block ids,
 ``chunk`` says what the bytes of a chunk object mean, ``shape_spec`` is the one-line notation of a cache's shape.
 Nothing here touches memory: arrays and specs give the same layout.

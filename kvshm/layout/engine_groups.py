@@ -1,4 +1,4 @@
-"""What an engine tells of its layers: groups that share one space of block ids.
+"""What an engine says of its layers: groups that share one space of block ids.
 
 Several infos may bear one engine group id: one info stands for one kernel group, and layers of one engine group that
 differ in shape or dtype make several kernel groups over the same block ids.
@@ -92,17 +92,17 @@ def checked_infos(groups: Sequence[EngineGroupInfo]) -> tuple[EngineGroupInfo, .
 
 
 def num_engine_groups(groups: Sequence[EngineGroupInfo]) -> int:
-    """Spaces of block ids: one more than the highest group id, and 1 where no groups are told."""
+    """Spaces of block ids: one more than the highest group id, and 1 where none are given."""
     return max((group.engine_group_id + 1 for group in groups), default=1)
 
 
 def num_engine_group_infos(groups: Sequence[EngineGroupInfo]) -> int:
-    """Infos, and so kernel groups: 1 where no groups are told."""
+    """Infos, and so kernel groups: 1 where none are given."""
     return len(groups) or 1
 
 
 def engine_group_layer_indices(groups: Sequence[EngineGroupInfo]) -> list[list[int]]:
-    """Per engine group id, its layers in rising order; empty where no groups are told.
+    """Per engine group id, its layers in rising order; empty where none are given.
 
     Raises:
         ValueError: Something in it is no :class:`EngineGroupInfo`.
@@ -117,7 +117,7 @@ def engine_group_layer_indices(groups: Sequence[EngineGroupInfo]) -> list[list[i
 
 
 def get_engine_group_indices(groups: Sequence[EngineGroupInfo], num_registered_layers: int) -> list[int] | None:
-    """Per layer its engine group id, or :data:`EXCLUDED_ENGINE_GROUP`. None where no groups or no layers are told.
+    """Per layer its engine group id, or :data:`EXCLUDED_ENGINE_GROUP`. None where no groups or no layers are given.
 
     Raises:
         ValueError: A group names a layer that is not registered.

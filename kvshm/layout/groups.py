@@ -367,7 +367,7 @@ def _kernel_groups(
 
 
 def _strides(leaf: Any) -> tuple[int, ...]:
-    """Something that tells layouts apart: elements for a spec, bytes for an array."""
+    """What differs between layouts: elements for a spec, bytes for an array."""
     strides: tuple[int, ...] = leaf.stride if isinstance(leaf, ArraySpec) else leaf.strides
     return strides
 

@@ -1,4 +1,4 @@
-"""Where a server listens: loopback addresses and socket files, unless told otherwise."""
+"""Where a server listens: loopback addresses and socket files, unless the operator says otherwise."""
 
 from __future__ import annotations
 

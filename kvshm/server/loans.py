@@ -66,7 +66,7 @@ class Loans:
         self._ttl_s = ttl_s
         self._stores: dict[tuple[int, Hashable], Loan] = {}
         self._reads: dict[tuple[int, Hashable], list[Loan]] = {}
-        # A request may arrive after the message that gives its slots back: then there is nobody to lend them to.
+        # A request may arrive after the message that returns its slots: then there is nobody to lend them to.
         self._given_back: OrderedDict[tuple[int, Hashable], None] = OrderedDict()
 
     def __iter__(self) -> Iterator[Loan]:

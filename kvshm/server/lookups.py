@@ -126,7 +126,7 @@ class _Lookups(Generic[L]):
         self._in_order[lookup] = None
 
     def drop(self, lookup: L, owners: Iterable[Hashable]) -> None:
-        """Take one out and give up its pins."""
+        """Take one out and release its pins."""
         del self._in_order[lookup]
         others = self._by_request[lookup.request_id]
         others.remove(lookup)
@@ -384,7 +384,7 @@ class PlainLookups:
         worker_id: int,
         chunks: range,
     ) -> None:
-        """A worker has retrieved, or tried to: give up one pin on each of these chunks.
+        """A worker has retrieved, or tried to: release one pin on each of these chunks.
 
         Args:
             hashes: Of the prompt's chunks up to the last one of these.

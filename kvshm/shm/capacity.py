@@ -166,7 +166,7 @@ def reserve(fd: int, nbytes: int, folder: str) -> None:
     """Give an empty file ``nbytes`` bytes, every page of them reserved.
 
     The reservation is the check: no look at the free space beforehand can hold until it is used. Two processes
-    that together want too much may meet half-way and both fail, so whoever fails gives everything back and tries
+    that together want too much may meet half-way and both fail, so whoever fails frees everything and tries
     once more when it alone does (a lock on ``folder``): then one of them gets what it asked for.
 
     Raises:

@@ -116,7 +116,7 @@ def not_found_error(name: str) -> FileNotFoundError:
 
 
 def open_object(name: str, *, readonly: bool = False) -> int:
-    """Open an existing segment and give its descriptor. Never creates, never resizes.
+    """Open an existing segment and return its descriptor. Never creates, never resizes.
 
     Raises:
         FileNotFoundError, PermissionError, OSError: As their text says.
@@ -210,7 +210,7 @@ def _finish_object(fd: int, nbytes: int, mode: int, reserve: bool) -> bool:
     else:
         os.ftruncate(fd, nbytes)
     os.fchmod(fd, mode)  # whatever the umask
-    # The kernel lets go of the old lock before it takes the new one, so a sweeper may come between.
+    # The kernel releases the old lock before it takes the new one, so a sweeper may come between.
     fcntl.flock(fd, fcntl.LOCK_SH)
     return os.fstat(fd).st_nlink > 0
 
@@ -275,7 +275,7 @@ def list_segments() -> list[SegmentInfo]:
 
 
 def sweep() -> list[str]:
-    """Unlink the kvshm segments that no process uses any more, and give their names."""
+    """Unlink the kvshm segments that no process uses any more, and return their names."""
     removed = []
     for name in _names():
         fd = _lock_if_unused(name)

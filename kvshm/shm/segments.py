@@ -73,7 +73,7 @@ class Segment:
             mode: Permissions, whatever the umask.
             reserve: False leaves pages to be found when first written, which kills the writer (SIGBUS) if there
                 are none left.
-            hugepages: "try" asks the kernel for transparent huge pages, and :attr:`huge_nbytes` tells how many
+            hugepages: "try" asks the kernel for transparent huge pages, and :attr:`huge_nbytes` says how many
                 it gave; "require" makes it an error if any whole one is missing.
 
         Raises:

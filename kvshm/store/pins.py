@@ -75,7 +75,7 @@ class PinnedChunks:
         }
 
     def release_one(self, worker_id: int, chunks: range) -> None:
-        """A retrieve is done: give up one pin on each of its chunks."""
+        """A retrieve is done: release one pin on each of its chunks."""
         self._release(worker_id, chunks, all_readers=False)
 
     def release_all(self, worker_id: int | None = None, chunks: range | None = None) -> None:

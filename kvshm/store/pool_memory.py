@@ -30,8 +30,8 @@ class PoolMemory:
     """A segment of ``nbytes`` bytes. Leaves nothing behind once closed.
 
     Args:
-        name: What engine-driven clients are told. It begins with ``SHM_NAME_PREFIX``, so that what a killed server left
-            is swept and its successor may have the name again.
+        name: The name that engine-driven clients attach. It begins with ``SHM_NAME_PREFIX``, so that what a killed
+            server left is swept and its successor may have the name again.
 
     Raises:
         ShmFullError: The shared memory has no room for it now.
@@ -42,7 +42,7 @@ class PoolMemory:
         if name is not None and not posix_name(name).startswith(SHM_NAME_PREFIX):
             raise ValueError(
                 f"the pool's name {name!r} must begin with {SHM_NAME_PREFIX[1:]!r}, or what a killed server left could "
-                f"not be told from other programs' segments and would stay"
+                f"not be distinguished from other programs' segments and would stay"
             )
         sweep()  # a killed server's pool is in the way of its successor's
         _check_room(nbytes)
@@ -78,7 +78,7 @@ class PoolMemory:
         os.posix_fallocate(self._fd, offset, end - offset)
 
     def reserve_all(self, stop: threading.Event) -> None:
-        """Reserve and touch the whole pool step by step, until done or told to stop."""
+        """Reserve and touch the whole pool step by step, until done or stopped."""
         while self.reserved_nbytes < self.nbytes and not stop.is_set():
             start = self.reserved_nbytes
             step = min(_STEP, self.nbytes - start)

@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One way in which an engine exposes a format: the axes of its arrays, and what it tells besides.
+    """One way in which an engine exposes a format: the axes of its arrays, and which hints it passes.
 
     Each axis is written as the named axes that it folds into one, outermost first; ``()`` is an axis of size 1.
     """
@@ -134,7 +134,7 @@ def kv_formats(formats: Sequence[EngineKVFormat] = tuple(F)) -> st.SearchStrateg
 
 @st.composite
 def layout_hints(draw: st.DrawFn, format: EngineKVFormat) -> Hints:
-    """What an engine may tell of a cache of this format; sizes among it are any, as no cache goes with it.
+    """Which hints an engine may pass for a cache of this format; sizes among it are any, as no cache goes with it.
 
     Raises:
         ValueError: No engine exposes the format.
