@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshm import formats, layout, posix_shm, wire
 from kvshm._version import __version__
+from kvshm.arrays import empty, empty_many, is_shared, share, zeros
 from kvshm.context import CPUCacheContext
 from kvshm.formats import EngineKVFormat, EngineType
 from kvshm.layout import EngineGroupInfo
@@ -20,17 +21,7 @@ from kvshm.shm import Segment, SegmentInfo, list_segments, sweep
 from kvshm.shm.capacity import ShmFullError
 from kvshm.spec import ArraySpec
 from kvshm.stream import HostEvent, HostStream
-from kvshm.wrapper import (
-    ShmArrayWrapper,
-    WireError,
-    empty,
-    empty_many,
-    is_shared,
-    migrate_to_shm_and_wrap,
-    share,
-    wrap,
-    zeros,
-)
+from kvshm.wrapper import ShmArrayWrapper, WireError, migrate_to_shm_and_wrap, wrap
 
 if TYPE_CHECKING:
     from kvshm import transfer as transfer

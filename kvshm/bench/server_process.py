@@ -22,9 +22,9 @@ import numpy as np
 import zmq
 
 from kvshm import wire
+from kvshm.arrays import empty_many
 from kvshm.bench.results import Amount
 from kvshm.client.cache_client import CacheClient
-from kvshm.wrapper import empty_many
 
 __all__ = ["Geometry", "measure"]
 
