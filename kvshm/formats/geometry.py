@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
-
-import numpy as np
+from typing import Any, cast
 
 from kvshm.contiguity import ArrayTree
 from kvshm.dtypes import DType
+from kvshm.formats.leaves import Leaf, is_leaf
 from kvshm.formats.names import EngineKVFormat
 from kvshm.spec import ArraySpec, restride
 
 __all__ = ["LATENT", "PAGE", "SPLIT", "Geometry", "geometry"]
-
-Leaf: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
 
 SPLIT, LATENT, PAGE = "K and V apart", "latent", "page"
 """Packings of a slot's elements that need no numbers, see :meth:`Geometry.packing`."""
@@ -88,9 +85,9 @@ class Geometry:
     def _fits(self, entry: ArrayTree) -> bool:
         """Whether an entry of a list of layers can be a layer of this format."""
         if not self.format.is_kv_second_tuple:
-            return _is_leaf(entry) and self.format.fits(entry.shape)
+            return is_leaf(entry) and self.format.fits(entry.shape)
         is_list = isinstance(entry, Sequence) and len(entry) > 0
-        return is_list and all(_is_leaf(plane) and self.format.fits(plane.shape) for plane in entry)
+        return is_list and all(is_leaf(plane) and self.format.fits(plane.shape) for plane in entry)
 
     def block_size(self, layer: int) -> int:
         """Slots of one block. ValueError where blocks and slots share one axis."""
@@ -147,6 +144,7 @@ class Geometry:
     def concrete_shape(self) -> str:
         """The shape in numbers, layers as the first one of this format.
 
+        >>> import numpy as np
         >>> layers = [ArraySpec.dense((2, 7, 4, 3, 8), np.dtype("float16"))] * 5
         >>> geometry(layers, EngineKVFormat.NL_X_TWO_NB_BS_NH_HS).concrete_shape()
         '5 x [2, 7, 4, 3, 8]'
@@ -221,17 +219,13 @@ def geometry(normalised: ArrayTree, format: EngineKVFormat) -> Geometry:
             node = normalised[Geometry(normalised, format).first_layer]
         else:
             node = node[0]
-    if not _is_leaf(node) or len(node.shape) != len(format.axes):
+    if not is_leaf(node) or len(node.shape) != len(format.axes):
         raise ValueError(f"{format.name} is {format.describe()}, but the first array is {_shape_of(node)}")
     return Geometry(normalised, format)
 
 
-def _is_leaf(node: object) -> bool:
-    return isinstance(node, (ArraySpec, np.ndarray))
-
-
 def _shape_of(node: Any) -> str:
-    return str(list(node.shape)) if _is_leaf(node) else type(node).__name__
+    return str(list(node.shape)) if is_leaf(node) else type(node).__name__
 
 
 def _spec(leaf: Leaf) -> ArraySpec:
