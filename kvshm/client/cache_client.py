@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvshm.client.connections import CacheServerError, ServerTimeoutError, ServerUnreachableError
+from kvshm.client.connections import (
+    CacheServerError,
+    ServerGoneError,
+    ServerTimeoutError,
+    ServerUnreachableError,
+)
 from kvshm.client.engine import Engine
 from kvshm.client.link import Pace, ServerLink
 from kvshm.client.operations import PlainOperations, ServerInfo
@@ -160,7 +165,10 @@ class CacheClient(PlainOperations):
             null_block,
             self._raises,
         )
-        registration.register_with(info)
+        try:
+            registration.register_with(info)
+        except ServerGoneError:  # a restart that nobody has noticed yet
+            registration.register_with(self._link.info(again=True))
         return Engine(registration, self, self._link.leave)
 
     def close(self) -> None:

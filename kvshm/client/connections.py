@@ -26,6 +26,7 @@ __all__ = [
     "ClientClosedError",
     "Connection",
     "Connections",
+    "ServerGoneError",
     "ServerTimeoutError",
     "ServerUnreachableError",
 ]
@@ -50,6 +51,10 @@ class ServerTimeoutError(TimeoutError):
 
 class ServerUnreachableError(ConnectionError):
     """No connection to the server, or it broke before the reply."""
+
+
+class ServerGoneError(CacheServerError):
+    """What is known of the server is of a process that has ended, or that shares no memory with this one."""
 
 
 class ClientClosedError(ValueError):

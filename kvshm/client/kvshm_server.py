@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvshm import wire
-from kvshm.client.connections import CacheServerError, Connections
+from kvshm.client.connections import CacheServerError, Connections, ServerGoneError
 from kvshm.client.operations import KvshmServer
 from kvshm.client.replies import chunks_and_offsets, count, decoded, fields, flag
 from kvshm.client.requests import Requests
@@ -55,7 +55,8 @@ class _Session:
         try:
             self._server: LivenessProbe | None = LivenessProbe(info.liveness_name)
         except (OSError, ValueError) as error:
-            raise CacheServerError(f"the server's liveness segment cannot be opened: {error}") from error
+            kind = ServerGoneError if isinstance(error, FileNotFoundError) else CacheServerError
+            raise kind(f"the server's liveness segment cannot be opened: {error}") from error
 
     def count(self, tokens: Tokens) -> int:
         """Chunks that a lookup would find now. Pins nothing."""

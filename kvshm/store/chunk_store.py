@@ -136,8 +136,7 @@ class ChunkStore:
         """Make the written objects visible, all at once."""
         assert reservation.is_open
         reservation.is_open = False
-        # Backwards, so that the head of a prefix is used last and evicted last.
-        for entry in reversed(reservation.new.values()):
+        for entry in reservation.new.values():
             if entry.key in self._index:
                 self.stats.duplicates += 1
             else:
@@ -164,6 +163,7 @@ class ChunkStore:
 
     def unpin(self, entries: Sequence[Entry]) -> None:
         """Release one pin per object. At none, what is visible can be evicted and what is not is freed at once."""
+        # Backwards, so that the head of a prefix is used last and evicted last.
         for entry in reversed(entries):
             assert entry.ref_count > 0
             entry.ref_count -= 1

@@ -680,6 +680,19 @@ def test_a_restart_that_no_heartbeat_saw() -> None:
                 engine.unregister()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_registers_after_a_restart_that_nobody_saw(mode: Any) -> None:
+    """What the client knows of the server is of one that has ended, whose segments are swept."""
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            client.server_info()
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engine = client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode)
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+            engine.unregister()
+
+
 def test_one_refused_engine_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=0.05) as client:
@@ -900,6 +913,39 @@ def test_blocks_stay_unsettled_when_the_client_is_closed(
         assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
         assert engine.store(TOKENS, BLOCKS) == 0
         go_on.set()
+
+
+def test_blocks_of_a_broken_connection_are_unsettled(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something between client and server cut it, and the server copies on."""
+    connections: Any = importlib.import_module("kvshm.client.connections")
+    copies: Any = importlib.import_module("kvshm.server.server_driven")
+    go_on, running = threading.Event(), threading.Event()
+    real, receive = copies.scatter_chunks, connections.Connection.receive
+
+    def slow(*args: Any) -> None:
+        running.set()
+        assert go_on.wait(20)
+        real(*args)
+
+    def cut(connection: Any, uid: int, deadline: float, what: str) -> Any:
+        if what != "kvshm_retrieve":
+            return receive(connection, uid, deadline, what)
+        assert running.wait(20)
+        raise ServerUnreachableError("it broke")
+
+    with CacheClient(server.endpoint, heartbeat_s=0.05) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        engine.store(TOKENS, BLOCKS)
+        monkeypatch.setattr(copies, "scatter_chunks", slow)
+        monkeypatch.setattr(connections.Connection, "receive", cut)
+        assert engine.retrieve(TOKENS, OTHER_BLOCKS) == 0
+        for _ in range(3):
+            assert engine.unsettled_block_ids() == [set(OTHER_BLOCKS)]
+            client.noop(timeout_s=5.0)
+        go_on.set()
+        while engine.unsettled_block_ids() != [set()]:
+            client.noop(timeout_s=5.0)
+        engine.unregister()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, wire.WireError])

@@ -38,6 +38,8 @@ class Standing:
 
     def __init__(self) -> None:
         self.knows = True  # the engine
+        self.is_mute = False  # to stores
+        self.must_restart = False
         self.found = 0  # chunks that the next lookups find
         self.stores = 0  # chunks that they find once a store came
         self.asked: list[tuple[str, list[Any]]] = []
@@ -47,7 +49,7 @@ class Standing:
 
     def answer(self, operation: int | str, payload: list[Any]) -> list[Any] | None:
         """The frames after uid and operation; None: no reply at all, as for what it does not know."""
-        if isinstance(operation, str):
+        if isinstance(operation, str) or (operation == 6 and self.is_mute):
             return None
         if operation in NAMES:
             self.asked.append((NAMES[operation], payload))
@@ -77,15 +79,31 @@ class Standing:
 def server() -> Iterator[Standing]:
     """One that listens."""
     context = zmq.Context()
-    sock = context.socket(zmq.ROUTER)
-    sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.RCVTIMEO, 20)
     standing = Standing()
-    standing.url = f"tcp://127.0.0.1:{sock.bind_to_random_port('tcp://127.0.0.1')}"
     stopping = threading.Event()
 
+    def listen(url: str) -> Any:
+        sock = context.socket(zmq.ROUTER)
+        sock.setsockopt(zmq.LINGER, 0)
+        sock.setsockopt(zmq.RCVTIMEO, 20)
+        for _ in range(1000):  # a closed socket leaves its port a moment later
+            try:
+                sock.bind(url)
+                break
+            except zmq.ZMQError:
+                stopping.wait(0.01)
+        standing.url = sock.getsockopt_string(zmq.LAST_ENDPOINT)
+        return sock
+
+    sock = listen("tcp://127.0.0.1:*")
+
     def run() -> None:
+        nonlocal sock
         while not stopping.is_set():
+            if standing.must_restart:
+                sock.close()
+                sock = listen(standing.url)
+                standing.must_restart = False
             try:
                 address, uid, operation, *payload = sock.recv_multipart()
             except zmq.Again:
@@ -254,6 +272,21 @@ def test_slots_past_half_their_loan_are_not_used(
             assert "commit_retrieve" in names(server.take_asked())
             assert blocks_of(arrays, BLOCKS) == wanted
         del pool
+
+
+def test_a_late_request_is_over_when_its_connection_broke(server: Standing) -> None:
+    # Also where ZeroMQ has connected again meanwhile, without a word: the server that copied is taken for gone.
+    with CacheClient(server.url, timeout_s=0.2, heartbeat_s=1000.0) as client:
+        engine = client.register(layers(), "model", layout_hints=NHD)
+        server.is_mute = True
+        assert engine.store(TOKENS, BLOCKS) == 0
+        assert engine.unsettled_block_ids() == [set(BLOCKS)]
+        (late,) = engine._registration._requests._late
+        connection: Any = late.connection
+        server.must_restart = True
+        assert connection._monitor.poll(20_000), "it broke"
+        assert connection.socket.poll(20_000, zmq.POLLOUT), "and is there again"
+        assert engine.unsettled_block_ids() == [set()]
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])

@@ -280,6 +280,42 @@ def test_a_lookup_that_does_not_serve_a_worker_is_not_joined(cache: Cache, engin
     assert cache.held == [3, 3], "the first is as it was"
 
 
+def test_an_engine_that_has_retrieved_begins_anew_whoever_still_waits(cache: Cache, engines: Engines) -> None:
+    engines.look_up(0, "ab", "r")
+    engines.look_up(1, "ab", "r")
+    engines.retrieve(0, "ab", "r")
+    assert engines.look_up(0, "abc", "r") == 3, "another request of the same id"
+    assert cache.held == [3, 3]
+    engines.retrieve(1, "ab", "r")
+    assert engines.look_up(1, "abc", "r") == 3
+    engines.retrieve(0, "abc", "r")
+    engines.retrieve(1, "abc", "r")
+    assert (cache.held, len(engines.lookups)) == ([0, 0], 0)
+
+
+def test_a_worker_that_is_done_is_not_pinned_for_by_a_shorter_lookup(cache: Cache, engines: Engines) -> None:
+    """A window of one chunk: the shorter prefix needs another one than is pinned."""
+
+    def search(workers: Iterable[int], count: int) -> Hit[Entry]:
+        needs = [Need(worker_id, ObjectLayout(b"", NBYTES, 1)) for worker_id in workers]
+        return longest_hit(
+            needs,
+            count,
+            lambda need, count: [cache.store.get(name(need.worker_id, each.encode())) for each in "abc"[:count]],
+        )
+
+    def look_up(chunks: str) -> int:
+        return engines.lookups.look_up(TWO, "r", 0, 0, [each.encode() for each in chunks], search, 0.0)
+
+    assert look_up("abc") == 3
+    assert cache.held == [1, 1]
+    engines.retrieve(1, "abc", "r")
+    assert look_up("ab") == 2
+    assert cache.held == [1, 0]
+    assert look_up("a") == 1
+    assert (cache.held, engines.lookups.num_pins) == ([1, 0], 1)
+
+
 def test_replicas_do_not_use_up_each_others(cache: Cache, engines: Engines) -> None:
     """Engines 0 and 1 are one replica, 2 and 3 another; both count their requests from 0."""
     engines.look_up(0, "ab", "0")
