@@ -21,6 +21,8 @@ from kvshm import wire
 from kvshm.client.cache_client import CacheClient, CacheServerError, ServerTimeoutError, ServerUnreachableError
 from kvshm.client.operations import KvshmServer, LMCacheServer
 from kvshm.client.registration import Registration
+from kvshm.client.requests import NotRegisteredError, Requests
+from kvshm.client.sessions import Copies
 from kvshm.layout import EngineGroupInfo
 from kvshm.prefix import token_array
 from kvshm.protocol import PROTOCOL_VERSION, CacheKey, EngineIdentity
@@ -590,6 +592,7 @@ def test_slots_that_were_not_asked_for_are_misses(hello: dict[str, Any], segment
             "kvshm_register_engine_driven": [{"shm_name": segment_name, "pool_size": 1 << 16}],
             "kvshm_unregister": [],
             "kvshm_prepare_store": [{"slots": [[[0, 0], [1, CHUNK_NBYTES], [2, 2 * CHUNK_NBYTES]]], "found": 3}],
+            "kvshm_prepare_retrieve": [[[[0, 0], [1, CHUNK_NBYTES]]]],
             "kvshm_give_back": [],
             "kvshm_count": [0],
             22: [True],
@@ -757,6 +760,99 @@ def test_slots_of_a_server_that_is_no_more(monkeypatch: pytest.MonkeyPatch) -> N
                 assert second.retrieve(prompt, OTHER_BLOCKS) == 3 * CHUNK
                 assert blocks_of(others, OTHER_BLOCKS) == expected
             second.unregister()
+            engine.unregister()
+
+
+def test_a_server_that_goes_away_is_not_waited_for() -> None:
+    context = zmq.Context()
+    sock = context.socket(zmq.ROUTER)
+    sock.setsockopt(zmq.LINGER, 0)
+    port = sock.bind_to_random_port("tcp://127.0.0.1")
+
+    def run() -> None:
+        sock.recv_multipart()
+        sock.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with CacheClient(f"tcp://127.0.0.1:{port}") as client:  # noqa: SIM117
+        with pytest.raises(ServerUnreachableError, match="went away before it answered noop"):
+            client.noop(timeout_s=200.0)
+    thread.join()
+    context.term()
+
+
+def test_no_copy_begins_after_the_end() -> None:
+    copies = Copies(7)
+    with copies.running():
+        assert copies.end(0.0) is None, "one still runs"
+    assert copies.end(5.0) is not None
+    with pytest.raises(NotRegisteredError, match="instance 7 was unregistered"), copies.running():
+        pass
+
+
+def test_what_cannot_be_given_back_is_given_back_later(server: CacheServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: Any = importlib.import_module("kvshm.client.kvshm_server")
+    ask = Requests.ask
+    lost: list[str] = []
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def lossy(requests: Requests, operation: str, *payload: Any, **how: Any) -> Any:
+        if operation == "kvshm_give_back" and len(lost) < 2:
+            lost.append(operation)
+            raise ServerTimeoutError("it is slow")
+        return ask(requests, operation, *payload, **how)
+
+    with CacheClient(server.endpoint, heartbeat_s=1000.0) as client:
+        arrays = caches("engine_driven")
+        engine = client.register(arrays, "model", layout_hints=NHD, transfer_mode="engine_driven")
+        copies = engine._registration._copies
+        with monkeypatch.context() as patch:
+            patch.setattr(sessions, "gather_chunks", interrupted)
+            patch.setattr(Requests, "ask", lossy)
+            with pytest.raises(KeyboardInterrupt):
+                engine.store(TOKENS, BLOCKS)
+            assert (client.status()["objects"]["unfinished"], len(copies.owed)) == (3, 1)
+            engine._registration.settle()
+            assert (client.status()["objects"]["unfinished"], len(copies.owed)) == (3, 1), "not this time either"
+            engine._registration.settle()
+        assert (client.status()["objects"]["unfinished"], len(copies.owed)) == (0, 0)
+        engine.unregister()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_of_a_prompt_too_long_for_a_request_the_first_chunks_are_stored(
+    client: CacheClient, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    module: Any = importlib.import_module("kvshm.client.engine")
+    arrays = caches(mode)
+    with client.register(arrays, "model", layout_hints=NHD, transfer_mode=mode) as engine:
+        for name, most in (("MAX_TOKENS", 2 * CHUNK + 1), ("MAX_BLOCK_IDS", 2 * (CHUNK // BLOCK) + 1)):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, most)
+                tokens = [most, *TOKENS[1:]]
+                assert engine.store(tokens, BLOCKS) == 2 * CHUNK
+                assert engine.lookup(tokens) == 2 * CHUNK
+                engine.release()
+                before = client.status()["messages"]["requests"]
+                assert engine.retrieve(tokens, OTHER_BLOCKS) == 0
+                assert client.status()["messages"]["requests"] == before + 1, "nothing was asked but this"
+                assert engine.retrieve(tokens[: 2 * CHUNK], OTHER_BLOCKS) == 2 * CHUNK
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_session_with_a_server_that_has_gone_keeps_nothing_of_it(mode: Any) -> None:
+    port = free_port()
+    with CacheClient(f"tcp://127.0.0.1:{port}", heartbeat_s=1000.0) as client:
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            engine = client.register(caches(mode), "model", layout_hints=NHD, transfer_mode=mode)
+            session: Any = engine._registration.session
+        with running_server(endpoint=f"tcp://127.0.0.1:{port}"):
+            assert engine.store(TOKENS, BLOCKS) == 3 * CHUNK
+            assert engine._registration.session is not session
+            assert getattr(session, "_pool", None) is None
             engine.unregister()
 
 

@@ -289,6 +289,18 @@ def test_a_late_request_is_over_when_its_connection_broke(server: Standing) -> N
         assert engine.unsettled_block_ids() == [set()]
 
 
+def test_a_skip_inside_a_block_is_a_miss(server: Standing) -> None:
+    # It would round it down, and write protected tokens.
+    server.found = 3
+    with engine_of(server) as engine:
+        for skip in (1, 2, 4):
+            assert engine.retrieve(TOKENS, BLOCKS, skip_first_n_tokens=skip) == 0
+        assert server.take_asked() == []
+        assert engine.retrieve(TOKENS, BLOCKS, skip_first_n_tokens=3) == 3 * CHUNK
+        (retrieve,) = [payload for name, payload in server.take_asked() if name == "retrieve"]
+        assert retrieve[-1] == 3
+
+
 @pytest.mark.parametrize("wrong", [-1, 31])
 def test_ids_of_no_block_are_not_sent(server: Standing, wrong: int) -> None:
     # It would count -1 from the end, and keep the chunks of 31 locked for ten minutes.

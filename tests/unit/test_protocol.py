@@ -113,6 +113,12 @@ def test_a_key_is_read() -> None:
     assert [ids.tolist() for ids in block_ids] == [[1, 2], [3]]
 
 
+def test_ids_of_all_groups_together_are_bounded() -> None:
+    half = bytes(8 * 600_000)
+    with pytest.raises(ProtocolError, match="more than 1000000 ids"):
+        parse("store", KEY, 5, [half, half], b"h")
+
+
 def test_what_a_key_may_lack() -> None:
     fields = {
         name: value for name, value in KEY.items() if name not in ("cache_salt", "request_configs", "num_kv_readers")

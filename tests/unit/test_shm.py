@@ -17,6 +17,7 @@ from kvshm import Segment
 from kvshm.dtypes import DTYPES
 from kvshm.shm import mappings, pages
 from kvshm.shm import segments as shm
+from kvshm.shm.objects import create_object
 from tests.support.memory import PAGE, exists, fill, num_descriptors, num_mappings
 
 
@@ -407,3 +408,21 @@ def test_names_that_cannot_be_listed_stop_no_creation(monkeypatch: pytest.Monkey
     monkeypatch.setattr(mappings, "sweep", refused)
     monkeypatch.setattr(mappings._table, "swept", False)
     assert kvshm.zeros((3,), "uint8").tolist() == [0, 0, 0]
+
+
+def test_a_segment_that_is_unlinked_before_it_is_locked_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch, segment_name: str
+) -> None:
+    """A sweeper took it for an orphan; whoever looks for the name now finds none, or a younger one."""
+    fd, name, _ = create_object(4096, segment_name)
+    real = fcntl.flock
+
+    def late(descriptor: int, operation: int) -> None:
+        if os.path.exists(f"/dev/shm{name}"):
+            os.unlink(f"/dev/shm{name}")
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(FileNotFoundError, match="there is no segment"):
+        Segment.attach(name)
+    os.close(fd)
