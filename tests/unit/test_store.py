@@ -178,3 +178,18 @@ def test_granules_stay_few_for_any_capacity() -> None:
 def test_a_store_needs_capacity() -> None:
     with pytest.raises(ValueError, match="needs at least 1"):
         ChunkStore(0)
+
+
+def test_what_was_used_last_counts_between_slabs() -> None:
+    """Of two large objects the one that was made first was used again: the other is the coldest."""
+    store = ChunkStore(10 * KIB)
+    for name in ("large 1", "large 2"):
+        put(store, name, nbytes=4 * KIB)
+    put(store, "small 1", nbytes=2 * KIB)
+    used = store.get(b"large 1")
+    assert used
+    store.pin([used])
+    store.unpin([used])
+    put(store, "small 2", nbytes=2 * KIB)
+    left = [name for name in ("large 1", "large 2", "small 1", "small 2") if store.get(name.encode())]
+    assert left == ["large 1", "small 1", "small 2"]
