@@ -603,6 +603,9 @@ def test_slots_that_were_not_asked_for_are_misses(hello: dict[str, Any], segment
             assert "lent slots for chunks [0, 1, 2] of object group 0, but was asked for [0, 2]" in str(
                 client.last_error
             )
+            assert engine.retrieve(TOKENS, BLOCKS) == 0
+            text = "lent slots for chunks [0, 1] of object group 0, but a retrieve needs [0, 1, 2]"
+            assert text in str(client.last_error)
             engine.unregister()
 
 
