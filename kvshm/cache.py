@@ -31,19 +31,8 @@ log = logging.getLogger("kvshm")
 class MappedCache:
     """A paged KV cache in this process's memory, laid out in chunks.
 
-    Args:
-        kv_caches: Descriptors (:class:`kvshm.ShmArrayWrapper`), which are mapped, or arrays; in a list, nested, or one
-            bare, as the format is.
-        chunk_size: Tokens of a chunk.
-        layout_hints: What the engine knows of its layout, see :data:`kvshm.formats.LayoutHints`.
-        engine_group_infos: One per kernel group, for hybrid models.
-        separate_object_groups: One chunk object per sliding window and kind of group; else one for all.
-        full_sw_kv: Keep whole chunks also of groups whose sliding window is below a chunk.
-
-    Raises:
-        ValueError: Nothing registered, a layout that is not known, or groups that do not fit. Mappings made for it
-            are gone again.
-        OSError: A descriptor's segment cannot be mapped.
+    Arguments and errors are those of :class:`kvshm.CPUCacheContext`, of which this is the core; ``chunk_size`` counts
+    tokens.
     """
 
     def __init__(

@@ -47,8 +47,8 @@ _WAIT_SLICE_S = 0.05
 _PUBLISH_S = 0.5  # how long a stored chunk may take until it can be found
 _PUBLISH_STEP_S = 0.002
 _LOAN_S = 300.0  # half of the time that the server lends slots for
-_MAX_LOOKUPS = 256  # that wait for their retrieve; past this, or past so many tokens together, the oldest is given up
-_MAX_LOOKUP_TOKENS = 8_000_000
+_MAX_LOOKUPS = 256  # that wait for their retrieve; past this, or past the next, the oldest is given up
+_MAX_LOOKUP_TOKENS = 8_000_000  # of all of them together
 _MAX_USED_IDS = 4096
 _TOKENS_END = 2**32
 
