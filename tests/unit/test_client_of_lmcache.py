@@ -28,6 +28,7 @@ NAMES = {
     10: "wait",
     12: "free_lookup_locks",
     13: "end_session",
+    1: "register",
 }
 TOKENS = list(range(100, 100 + 3 * CHUNK))
 BLOCKS = [5, 3, 11, 2, 7, 13]
@@ -40,6 +41,7 @@ class Standing:
         self.knows = True  # the engine
         self.is_mute = False  # to stores
         self.must_restart = False
+        self.is_away = False  # while it restarts
         self.found = 0  # chunks that the next lookups find
         self.stores = 0  # chunks that they find once a store came
         self.asked: list[tuple[str, list[Any]]] = []
@@ -102,6 +104,8 @@ def server() -> Iterator[Standing]:
         while not stopping.is_set():
             if standing.must_restart:
                 sock.close()
+                while standing.is_away and not stopping.is_set():
+                    stopping.wait(0.01)
                 sock = listen(standing.url)
                 standing.must_restart = False
             try:
@@ -299,6 +303,23 @@ def test_a_skip_inside_a_block_is_a_miss(server: Standing) -> None:
         assert engine.retrieve(TOKENS, BLOCKS, skip_first_n_tokens=3) == 3 * CHUNK
         (retrieve,) = [payload for name, payload in server.take_asked() if name == "retrieve"]
         assert retrieve[-1] == 3
+
+
+def test_a_server_that_was_away_is_taken_for_another(server: Standing) -> None:
+    # It has no epoch that would tell, and if it is another process it knows no engine.
+    with CacheClient(server.url, heartbeat_s=0.05, connect_timeout_s=0.1) as client:
+        engine: Any = client.register(layers(), "model", layout_hints=NHD)
+        link: Any = client
+        assert names(server.take_asked()) == ["register"]
+        server.is_away = server.must_restart = True
+        while link.is_up:
+            engine.lookup(TOKENS)
+        server.take_asked()
+        server.is_away = False
+        while not link.is_up:
+            assert engine.lookup(TOKENS) == 0
+        assert "register" in names(server.take_asked())
+        assert engine.is_registered
 
 
 @pytest.mark.parametrize("wrong", [-1, 31])
