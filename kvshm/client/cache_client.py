@@ -14,6 +14,7 @@ from kvshm.client.connections import (
     ServerGoneError,
     ServerTimeoutError,
     ServerUnreachableError,
+    checked_url,
 )
 from kvshm.client.engine import Engine
 from kvshm.client.link import Pace, ServerLink
@@ -64,8 +65,7 @@ class CacheClient(PlainOperations):
         retry_s: float = 0.1,
         raises: bool = False,
     ) -> None:
-        if not isinstance(url, str) or not url.isprintable() or not url.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"invalid url {url!r}: expected tcp://HOST:PORT or ipc://PATH")
+        url = checked_url(url)
         timeout_s = checked_seconds("timeout_s", timeout_s)
         connect_timeout_s = checked_seconds("connect_timeout_s", connect_timeout_s)
         pace = Pace(heartbeat_s, probe_timeout_s, retry_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "ServerGoneError",
     "ServerTimeoutError",
     "ServerUnreachableError",
+    "checked_url",
 ]
 
 # How often a waiting client looks whether the server is still connected: more often than ZeroMQ's 100 ms until it
@@ -36,6 +38,8 @@ __all__ = [
 _SLICE_S = 0.05
 _FIRST_SLICE_MS = 10
 _MAX_IDLE = 64
+_TCP = re.compile(r"tcp://(?:\[[0-9A-Za-z:.%_-]+\]|[0-9A-Za-z._-]+):([0-9]{1,5})", re.ASCII)
+_MAX_PATH_NBYTES = 107  # of a Unix socket's address
 # A connection has a few requests under way at most, so uids of one byte, used over and over, tell them apart.
 _UIDS = [wire.pack(uid) for uid in range(128)]
 _PLAIN_REPLIES = {wire.pack(value): value for value in (None, True, False, "OK")}
@@ -69,6 +73,24 @@ class Reply(NamedTuple):
     code: str | None = None  # a FailureCode, from a kvshm server
 
 
+def checked_url(url: object) -> str:
+    """An address that a client can connect to.
+
+    Raises:
+        ValueError: It is none: a scheme, a host, a port or a path that cannot be.
+    """
+    if isinstance(url, str) and url.isprintable():
+        if url.startswith("ipc://") and 0 < len(os.fsencode(url.removeprefix("ipc://"))) <= _MAX_PATH_NBYTES:
+            return url
+        match = _TCP.fullmatch(url)
+        if match is not None and 0 < int(match[1]) < 1 << 16:
+            return url
+    raise ValueError(
+        f"invalid url {url!r}: expected tcp://HOST:PORT or ipc://PATH, a port from 1 to 65535 and a path of at most "
+        f"{_MAX_PATH_NBYTES} bytes"
+    )
+
+
 class Connection:
     """One DEALER socket. Used by one thread at a time."""
 
@@ -78,14 +100,20 @@ class Connection:
         self, context: zmq.Context[zmq.Socket[bytes]], url: str, connect_timeout_s: float, routing_id: bytes
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a server that is not there
-        self.socket.setsockopt(zmq.RCVTIMEO, _FIRST_SLICE_MS)
-        self.socket.setsockopt(zmq.SNDTIMEO, 0)
-        if "[" in url:
-            self.socket.setsockopt(zmq.IPV6, 1)
-        self.socket.connect(url)
+        try:
+            self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
+            self.socket.setsockopt(zmq.LINGER, 0)
+            self.socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing for a server that is not there
+            self.socket.setsockopt(zmq.RCVTIMEO, _FIRST_SLICE_MS)
+            self.socket.setsockopt(zmq.SNDTIMEO, 0)
+            if "[" in url:
+                self.socket.setsockopt(zmq.IPV6, 1)
+            self.socket.connect(url)
+        except BaseException as error:
+            self.socket.close(0)  # an open socket would keep its context from ending
+            if isinstance(error, zmq.ZMQError):
+                raise ServerUnreachableError(f"cannot connect to {url}: {error.strerror}") from None
+            raise
         self._url = url
         self._connect_timeout_s = connect_timeout_s
         self._next_uid = itertools.cycle(range(len(_UIDS)))

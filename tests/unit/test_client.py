@@ -393,10 +393,54 @@ def test_a_plain_operation_raises_the_servers_reason(client: CacheClient) -> Non
         client.lookup(key_map(TOKENS, worker_id=None, num_kv_readers=0))
 
 
-@pytest.mark.parametrize("url", ["localhost:5555", "", "udp://127.0.0.1:1", "tcp://\ud800:1", None])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:5555",
+        "",
+        "udp://127.0.0.1:1",
+        "tcp://\ud800:1",
+        None,
+        b"tcp://127.0.0.1:1",
+        "tcp://",
+        "tcp://x",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:",
+        "tcp://127.0.0.1:abc",
+        "tcp://127.0.0.1:-1",
+        "tcp://127.0.0.1:0",
+        "tcp://127.0.0.1:99999",
+        "tcp://127.0.0.1:1/x",
+        "tcp://a b:1",
+        "tcp://*:5",
+        "tcp://\xe9:1",
+        "tcp://:1",
+        "tcp://::1:5",
+        "tcp://[::1]",
+        "ipc://",
+        "ipc:///" + 107 * "x",
+    ],
+)
 def test_no_url(url: Any) -> None:
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT or ipc://PATH"):
         CacheClient(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:1", "tcp://localhost:65535", "tcp://a-b_c.d:1", "ipc:///" + 106 * "x"]
+)
+def test_urls_of_nobody(url: str) -> None:
+    with CacheClient(url, connect_timeout_s=0.05) as client, pytest.raises(ServerUnreachableError):
+        client.server_info()
+
+
+def test_what_zeromq_refuses_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context would wait for ever for a socket that is not closed."""
+    connections: Any = importlib.import_module("kvshm.client.connections")
+    monkeypatch.setattr(connections, "checked_url", str)
+    monkeypatch.setattr(importlib.import_module("kvshm.client.cache_client"), "checked_url", str)
+    with CacheClient("tcp://127.0.0.1") as client, pytest.raises(ServerUnreachableError, match="cannot connect to tcp"):
+        client.server_info()
 
 
 @pytest.mark.parametrize("name", ["timeout_s", "connect_timeout_s", "heartbeat_s", "probe_timeout_s", "retry_s"])
